@@ -1,0 +1,30 @@
+"""The six P1 operators in plain torch, one file each: what the oracle is made of.
+
+They favour being read over being fast: Python loops over a reduced axis, one line of arithmetic for one line of the
+contract.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from rl_engine.mhc.operators.aggregate import Aggregate
+from rl_engine.mhc.operators.fixed_gemm import FixedGemm
+from rl_engine.mhc.operators.gemm_rms import GemmRms
+from rl_engine.mhc.operators.interface import LEAF_OPERATORS, OperatorSet, Saved
+from rl_engine.mhc.operators.post import Post
+from rl_engine.mhc.operators.rmsnorm import RmsNorm
+from rl_engine.mhc.operators.sinkhorn import SplitSinkhorn
+
+
+class ReferenceOperators(SplitSinkhorn, GemmRms, Post, Aggregate, RmsNorm, FixedGemm):
+    """All leaf operators of one numeric profile."""
+
+
+@functools.cache
+def reference_operators(numeric_profile: str) -> ReferenceOperators:
+    """The reference operators of a profile; ``ValueError`` where its id is not known."""
+    return ReferenceOperators(numeric_profile)
+
+
+__all__ = ["LEAF_OPERATORS", "OperatorSet", "ReferenceOperators", "Saved", "reference_operators"]

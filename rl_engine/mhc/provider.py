@@ -1,0 +1,251 @@
+"""Providers: sets of operators with a name, a declaration of what they serve, and a statement of what ran.
+
+A kernel enters here. The shortest way is a subclass of ``ReferenceProvider`` that overrides the operators it has
+kernels for: those become its own, the rest stay the reference's, and provenance says which is which, computed from
+the class.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any, NoReturn, Protocol, runtime_checkable
+
+import torch
+
+from rl_engine.mhc import block
+from rl_engine.mhc.block import Grads
+from rl_engine.mhc.contract import ORACLE_PROFILE, LayerContract, ResidualBatch, declared_names, require_declared
+from rl_engine.mhc.operators import OperatorSet, ReferenceOperators, Saved
+from rl_engine.mhc.operators.interface import LEAF_OPERATORS, OPERATORS
+
+REFERENCE_BACKEND = "reference"
+
+OWNING_TASKS = {
+    "hc_split_sinkhorn": "P1-1 (#14)",
+    "fp32_gemm_rms": "P1-2 (#15)",
+    "fixed_k_gemm": "P1-2 (#15)",
+    "mhc_post": "P1-3 (#16)",
+    "mhc_pre": "P1-4 (#17)",
+    "h_aggregate": "P1-4 (#17)",
+    "mhc_pre_rmsnorm_fused": "P1-4 (#17)",
+    "mhc_block": "P1-4 (#17)",
+    "rmsnorm_residual": "P1-5 (#18)",
+}
+"""Which task of the start kit delivers each operator. P1-6..P1-8 (#19..#21) attach to placements."""
+
+
+@runtime_checkable
+class MHCProvider(OperatorSet, Protocol):
+    """A set of operators that can be judged: name, profile, declaration, provenance, and the operators themselves.
+
+    ``capabilities()`` returns ``backend`` (a name) and the lists ``geometry, devices, fusion_modes, trainability,
+    placements``; optionally ``hidden`` (the widths served) and ``operators`` (those that are the provider's own,
+    where the class does not already say so). ``provenance()`` returns ``requested_backend, actual_backend,
+    numeric_profile, torch_version``, computed from what runs.
+    """
+
+    name: str
+    numeric_profile: str
+
+    def capabilities(self) -> dict[str, Any]:
+        """What the provider serves; anything that is not declared is refused."""
+        ...
+
+    def provenance(self) -> dict[str, Any]:
+        """What was asked for and what actually runs."""
+        ...
+
+
+class ReferenceProvider(ReferenceOperators):
+    """The oracle as a provider, and the base of a provider that replaces some of its operators."""
+
+    name = "reference"
+
+    def __init__(self, numeric_profile: str = ORACLE_PROFILE) -> None:
+        """The reference of a numeric profile; ``ValueError`` where its id is not known."""
+        super().__init__(numeric_profile)
+
+    def capabilities(self) -> dict[str, Any]:
+        """The modes of the reference; ``backend`` is this provider's name."""
+        return {**block.capabilities(), "backend": self.name}
+
+    def provenance(self) -> dict[str, Any]:
+        """The four required facts, and for each leaf operator the backend that the class binds it to."""
+        own = claimed_operators(self)
+        backends = {op: self.name if op in own else REFERENCE_BACKEND for op in LEAF_OPERATORS}
+        return {
+            "requested_backend": self.name,
+            "actual_backend": combined_backend(backends.values()),
+            "numeric_profile": self.numeric_profile,
+            "torch_version": str(torch.__version__),
+            "operators": backends,
+        }
+
+    def mhc_pre_fwd(
+        self, batch: ResidualBatch, ops: OperatorSet | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Saved]:
+        """The canonical composition over ``ops`` (default: this provider); see ``block.mhc_pre_fwd``."""
+        return block.mhc_pre_fwd(batch, self._gated(batch, ops))
+
+    def mhc_pre_bwd(
+        self,
+        dhidden: torch.Tensor,
+        dpost: torch.Tensor,
+        dc: torch.Tensor,
+        batch: ResidualBatch,
+        saved: Saved,
+        ops: OperatorSet | None = None,
+    ) -> Grads:
+        """The canonical composition over ``ops`` (default: this provider); see ``block.mhc_pre_bwd``."""
+        return block.mhc_pre_bwd(dhidden, dpost, dc, batch, saved, self._gated(batch, ops))
+
+    def mhc_pre_rmsnorm_fused_fwd(
+        self, batch: ResidualBatch, ops: OperatorSet | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Saved]:
+        """The canonical composition over ``ops`` (default: this provider); see ``block``."""
+        return block.mhc_pre_rmsnorm_fused_fwd(batch, self._gated(batch, ops))
+
+    def _gated(self, batch: ResidualBatch, ops: OperatorSet | None) -> OperatorSet:
+        check_capability(self, batch.contract, batch)
+        return self if ops is None else ops
+
+
+def owning_task(operator: str) -> str:
+    """The task that delivers an operator, for example ``P1-3 (#16)`` for ``mhc_post_bwd``."""
+    return OWNING_TASKS[operator.rpartition("_")[0]]
+
+
+def _unimplemented(operator: str) -> Callable[..., NoReturn]:
+    declared = getattr(OperatorSet, operator, None) or getattr(block, operator)
+
+    @functools.wraps(declared)
+    def refuse(*args: object, **kwargs: object) -> NoReturn:
+        raise NotImplementedError(f"{operator}: not implemented, owned by {owning_task(operator)} (fail-closed)")
+
+    refuse.__doc__ = f"Raise ``NotImplementedError`` naming {owning_task(operator)}."
+    vars(refuse)["unimplemented"] = True
+    return refuse
+
+
+class StubProvider:
+    """A provider that implements nothing and declares nothing: the place from which each task starts."""
+
+    name = "stub"
+    numeric_profile = ORACLE_PROFILE
+
+    hc_split_sinkhorn_fwd = _unimplemented("hc_split_sinkhorn_fwd")
+    hc_split_sinkhorn_bwd = _unimplemented("hc_split_sinkhorn_bwd")
+    fp32_gemm_rms_fwd = _unimplemented("fp32_gemm_rms_fwd")
+    fp32_gemm_rms_bwd = _unimplemented("fp32_gemm_rms_bwd")
+    fixed_k_gemm_fwd = _unimplemented("fixed_k_gemm_fwd")
+    fixed_k_gemm_bwd = _unimplemented("fixed_k_gemm_bwd")
+    mhc_post_fwd = _unimplemented("mhc_post_fwd")
+    mhc_post_bwd = _unimplemented("mhc_post_bwd")
+    h_aggregate_fwd = _unimplemented("h_aggregate_fwd")
+    h_aggregate_bwd = _unimplemented("h_aggregate_bwd")
+    mhc_pre_fwd = _unimplemented("mhc_pre_fwd")
+    mhc_pre_bwd = _unimplemented("mhc_pre_bwd")
+    mhc_pre_rmsnorm_fused_fwd = _unimplemented("mhc_pre_rmsnorm_fused_fwd")
+    rmsnorm_residual_fwd = _unimplemented("rmsnorm_residual_fwd")
+    rmsnorm_residual_bwd = _unimplemented("rmsnorm_residual_bwd")
+    mhc_block_forward = _unimplemented("mhc_block_forward")
+    mhc_block_backward = _unimplemented("mhc_block_backward")
+
+    def capabilities(self) -> dict[str, Any]:
+        """A declaration without a single mode."""
+        return {
+            "backend": self.name,
+            "geometry": [],
+            "devices": [],
+            "fusion_modes": [],
+            "trainability": [],
+            "placements": [],
+        }
+
+    def provenance(self) -> dict[str, Any]:
+        """The four required facts; nothing runs, so ``actual_backend`` is ``none``."""
+        return {
+            "requested_backend": self.name,
+            "actual_backend": "none",
+            "numeric_profile": self.numeric_profile,
+            "torch_version": str(torch.__version__),
+        }
+
+
+ALIASES: dict[str, str] = {
+    "reference": "rl_engine.mhc.provider:ReferenceProvider",
+    "stub": "rl_engine.mhc.provider:StubProvider",
+}
+
+
+def resolve_provider(spec: str) -> MHCProvider:
+    """The provider of an alias or of ``module.path:ClassName``, constructed without arguments.
+
+    ``ValueError``, in one line, where there is no such alias, module or class, where constructing it fails, or
+    where the result lacks a part of ``MHCProvider``.
+    """
+    target = ALIASES.get(spec, spec)
+    module_name, colon, attribute = target.partition(":")
+    if not (module_name and colon and attribute):
+        raise ValueError(f"provider: got {spec!r}, want one of {', '.join(ALIASES)}, or module.path:ClassName")
+    try:
+        provider = getattr(importlib.import_module(module_name), attribute)()
+    except Exception as error:  # whatever a foreign module or constructor raises means that there is no such provider
+        reason = " ".join(str(error).split()) or "no message"
+        raise ValueError(f"provider: cannot load {spec!r}: {type(error).__name__}: {reason}") from error
+    missing = [name for name in _PROVIDER_PARTS if not hasattr(provider, name)]
+    if missing:
+        raise ValueError(f"provider: {spec!r} lacks: {', '.join(missing)}")
+    return provider  # type: ignore[no-any-return]
+
+
+_PROVIDER_PARTS = ("name", "numeric_profile", "capabilities", "provenance", *OPERATORS)
+
+
+def check_capability(provider: Any, contract: LayerContract, batch: ResidualBatch | None = None) -> None:
+    """Raise ``NotImplementedError`` ("fail-closed") unless ``provider`` declares all that ``contract`` asks for.
+
+    It must declare the contract's numeric profile and modes, and for ``batch`` its device and row geometry. A
+    declaration that is missing or malformed is refused like one that says no. Runs no operator.
+    """
+    who = str(getattr(provider, "name", type(provider).__name__))
+    profile = getattr(provider, "numeric_profile", None)
+    if profile != contract.numeric_profile:
+        raise NotImplementedError(
+            f"{who}: numeric_profile: want {contract.numeric_profile!r}, got {profile!r} (fail-closed)"
+        )
+    declare = getattr(provider, "capabilities", None)
+    declared = declare() if callable(declare) else None
+    device = None if batch is None else batch.r_old.device
+    require_declared(contract, declared, who, device, None if batch is None else batch.row_geometry)
+
+
+def claimed_operators(provider: Any) -> frozenset[str]:
+    """The operators that a provider claims as its own.
+
+    Those that ``capabilities()["operators"]`` lists, where it is there; otherwise each one whose binding is not the
+    one of ``ReferenceProvider``.
+    """
+    if type(provider).capabilities is not ReferenceProvider.capabilities:
+        declared = provider.capabilities()
+        if isinstance(declared, dict) and "operators" in declared:
+            return declared_names(declared, "operators")
+    return frozenset(op for op in OPERATORS if not _is_reference(provider, op))
+
+
+def unimplemented_operators(provider: Any) -> tuple[str, ...]:
+    """The operators that ``provider`` still takes from ``StubProvider``, without calling one."""
+    return tuple(op for op in OPERATORS if getattr(getattr(provider, op, None), "unimplemented", False))
+
+
+def combined_backend(backends: Any) -> str:
+    """One name for the backends that ran: joined by ``+``, the reference last; ``none`` where there are none."""
+    names = sorted(set(backends), key=lambda name: (name == REFERENCE_BACKEND, name))
+    return "+".join(names) or "none"
+
+
+def _is_reference(provider: Any, operator: str) -> bool:
+    return inspect.getattr_static(provider, operator, None) is inspect.getattr_static(ReferenceProvider, operator)

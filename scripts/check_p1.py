@@ -1,0 +1,16 @@
+"""Run the acceptance command from a checkout; the package itself need not be installed.
+
+A shim: what it does lives in ``rl_engine.mhc.cli``. Try ``scripts/check_p1.py --help``.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rl_engine.mhc.cli import check_p1_main  # noqa: E402  (the path comes first)
+
+if __name__ == "__main__":
+    raise SystemExit(check_p1_main())
