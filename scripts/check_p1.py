@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rl_engine.mhc.cli import check_p1_main  # noqa: E402  (the path comes first)
+from rl_engine.mhc.cli import check_p1_main
 
 if __name__ == "__main__":
     raise SystemExit(check_p1_main())

@@ -2,8 +2,8 @@
 
 ``LAYERS`` is the one table: a module imports only modules of a strictly lower layer, and the modules of one
 folder are free among themselves. Every kind of import counts: at the top, inside a function, under
-``TYPE_CHECKING``, relative, and ``importlib.import_module("a.literal.name")``. A name built at run time is out
-of sight, which is how ``resolve_provider`` reaches backends without importing them.
+``TYPE_CHECKING``, relative, and ``importlib.import_module("a.literal.name")``. A name built at run time is
+out of sight, which is how ``resolve_provider`` reaches backends without importing them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ LAYERS: Mapping[str, int] = {
     "cli": 11,
     "__main__": 11,
 }
-# These import whatever they like, and nothing imports them; ``__main__`` alone, a second door, imports ``cli``.
+# These import whatever they like, and nothing imports them;
+# only ``__main__``, which is another door to it, imports ``cli``.
 FREE = frozenset({"cli", "__main__"})
 # Lower in the table, and still kept apart: a backend must not see what judges it.
 APART: Mapping[str, frozenset[str]] = {
@@ -67,7 +68,7 @@ OPTIONAL: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Import:
-    """``import origin`` or ``from origin import member``; ``eager`` if it runs when the importing module does."""
+    """``import origin`` or ``from origin import member``; ``eager`` if loading the importing module runs it."""
 
     origin: str
     member: str
@@ -95,9 +96,7 @@ def read_imports(source: str, module: str, is_package: bool = False) -> list[Imp
     found: list[Import] = []
 
     def visit(node: ast.AST, eager: bool) -> None:
-        found.extend(
-            Import(origin, member, node.lineno, eager) for origin, member in _imported(node, package)
-        )
+        found.extend(Import(origin, member, node.lineno, eager) for origin, member in _imported(node, package))
         if isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}:
             for child in node.body:
                 visit(child, False)
@@ -161,12 +160,10 @@ def optional_violations(sources: Mapping[str, str]) -> list[str]:
     """Imports of an optional dependency outside its folder, or run by merely loading the folder.
 
     ``sources`` maps a module's dotted name, with ``.__init__`` on a package, to its text. Inside the folder a
-    kernel module may import the dependency at its top (``@triton.jit`` needs it there), as long as the folder's
-    ``__init__`` reaches that module, directly or through others, from inside a function only.
+    kernel module may import the dependency at its top (``@triton.jit`` needs it there), as long as the
+    folder's ``__init__`` reaches that module, directly or through others, from inside a function only.
     """
-    read = {
-        m: read_imports(t, m.removesuffix(".__init__"), m.endswith(".__init__")) for m, t in sources.items()
-    }
+    read = {m: read_imports(t, m.removesuffix(".__init__"), m.endswith(".__init__")) for m, t in sources.items()}
     problems = []
     for dependency, home in OPTIONAL.items():
         users = {m for m, found in read.items() if any(_is_in(i.origin, dependency) for i in found)}
@@ -224,9 +221,7 @@ def test_importing_the_package_loads_nothing_optional() -> None:
         "import sys, torch; before = set(sys.modules); import rl_engine.mhc; "
         f"print(sorted(set({unwanted!r}) & (set(sys.modules) - before)))"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=False
-    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "[]"
 

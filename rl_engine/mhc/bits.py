@@ -17,7 +17,7 @@ _INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def tensor_bytes(t: torch.Tensor) -> bytes:
     """The elements of ``t`` (any shape, dtype, device, layout) as raw little-endian bytes in row-major order."""
-    flat = t.detach().resolve_conj().resolve_neg().to("cpu").contiguous().reshape(-1)
+    flat = _packed(t.detach().resolve_conj().resolve_neg().to("cpu")).reshape(-1)
     raw = flat.view(torch.uint8).numpy()
     if sys.byteorder == "big":
         raw = raw.reshape(-1, flat.element_size())[:, ::-1]
@@ -29,13 +29,22 @@ def tensor_sha256(t: torch.Tensor) -> str:
     return hashlib.sha256(tensor_bytes(t)).hexdigest()
 
 
+def _packed(t: torch.Tensor) -> torch.Tensor:
+    """``t`` in row-major memory; ``contiguous()`` would keep an odd stride on an axis of length 1, which no view accepts."""
+    return (
+        t
+        if t.is_contiguous() and (t.dim() == 0 or t.stride(-1) == 1)
+        else torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t)
+    )
+
+
 def encodings(t: torch.Tensor) -> torch.Tensor:
     """The bit patterns of ``t`` as signed integers of the same width and shape, every NaN made the same one."""
     if t.is_floating_point():
         t = torch.where(torch.isnan(t), torch.full((), float("nan"), dtype=t.dtype, device=t.device), t)
     elif t.dtype == torch.bool:
         t = t.to(torch.uint8)
-    return t.contiguous().view(_INT_OF_SIZE[t.element_size()])
+    return _packed(t).view(_INT_OF_SIZE[t.element_size()])
 
 
 def differing(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

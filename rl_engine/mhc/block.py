@@ -63,6 +63,7 @@ def mhc_pre_fwd(
     ``h_aggregate``. saved: ``x_flat, p, r, m, h, pre, post, c`` and the parts' own ``gemm``, ``sinkhorn``.
     """
     contract = batch.contract
+    batch.controller.validate(contract)
     _require(ops, batch)
     parts = _parts(ops, contract)
     x_flat = widen("r_old", batch.r_old).reshape(batch.tokens, contract.flat_k)

@@ -88,6 +88,11 @@ class LayerContract:
     numeric_profile: str = ORACLE_PROFILE
     gamma_dtype: str = "bfloat16"
 
+    def with_mode(self, field_name: str, mode: str) -> LayerContract:
+        """A copy with ``placement``, ``fusion_mode`` or ``trainability`` set to ``mode``, which is not validated."""
+        changed: dict[str, Any] = {field_name: mode}
+        return dataclasses.replace(self, **changed)
+
     @property
     def flat_k(self) -> int:
         """K = 4·D, the length of one token's flattened residual (stream-major)."""
@@ -426,7 +431,8 @@ def _described(owner: Any) -> list[list[object]]:
 
 
 def _moved(owner: T, device: torch.device | str) -> T:
-    return dataclasses.replace(owner, **{name: t.to(device) for name, t in _tensors(owner).items()})
+    moved: dict[str, Any] = {name: t.to(device) for name, t in _tensors(owner).items()}
+    return dataclasses.replace(owner, **moved)
 
 
 __all__ = [

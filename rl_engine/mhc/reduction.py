@@ -5,14 +5,14 @@
 - **Four-element stream reductions**: ``(a0 + a1) + (a2 + a3)``.
 
 A long reduction is a Python loop over the reduced axis only. Everything else is a lane: chains that share an axis are
-stacked into one fold, so that the loop runs once, and each lane's bits depend on its own operands alone. Products are
-formed a block of steps at a time, which changes their memory and not their value.
+stacked into one fold, and each lane's bits depend on its own operands alone.
 
 BF16 operands are widened (exactly) to FP32; any other floating dtype is refused.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -21,8 +21,13 @@ HC_MULT = 4
 LONG_REDUCTION_ORDER = "serial-ascending-left-fold"
 STREAM4_TREE = "(a0+a1)+(a2+a3)"
 
-_BLOCK_ELEMENTS = 1 << 20
-"""Products formed at a time. It bounds memory (4 MiB) and cannot move a bit: each step is still one add."""
+_LANES_AT_ONCE = 1 << 11
+_TERMS_AT_ONCE = (1 << 15) - 1
+"""Lanes folded side by side, and terms formed ahead of the fold.
+
+They bound memory and keep every torch call small enough to stay in a cache and on one thread. They cannot move a bit:
+lanes are independent and each step is still one add.
+"""
 
 
 def widen(name: str, t: torch.Tensor) -> torch.Tensor:
@@ -33,19 +38,24 @@ def widen(name: str, t: torch.Tensor) -> torch.Tensor:
 
 
 def serial_fold(
-    terms: Callable[[int, int], torch.Tensor], length: int, lanes: Sequence[int], device: torch.device
+    terms: Callable[[int, int, slice], torch.Tensor], length: int, lanes: Sequence[int], device: torch.device
 ) -> torch.Tensor:
-    """Left fold of ``length`` FP32 terms, ascending, from ``+0``, in every lane at once.
+    """Left fold of ``length`` FP32 terms, ascending, from ``+0``, in every lane; one rounding per step.
 
-    ``terms(start, stop)`` returns the already rounded FP32 terms of those steps, shape ``[stop - start, *lanes]``; the
-    result has shape ``lanes``. One rounding per step.
+    The result has shape ``lanes``, at least 1-D. ``terms(start, stop, some)`` returns the already rounded FP32 terms of
+    those steps for the lanes that the slice ``some`` of the first lane axis selects: ``[stop - start, *lanes[some]]``.
     """
-    acc = torch.zeros(tuple(lanes), dtype=torch.float32, device=device)
-    step = max(1, _BLOCK_ELEMENTS // max(1, acc.numel()))
-    for start in range(0, length, step):
-        for term in terms(start, min(start + step, length)).unbind(0):
-            acc = acc.add_(term)
-    return acc
+    result = torch.zeros(tuple(lanes), dtype=torch.float32, device=device)
+    width = max(1, math.prod(lanes[1:]))
+    rows = max(1, _LANES_AT_ONCE // width)
+    for first in range(0, lanes[0], rows):
+        some = slice(first, min(first + rows, lanes[0]))
+        acc = result[some]
+        steps = max(1, _TERMS_AT_ONCE // (width * (some.stop - first)))
+        for start in range(0, length, steps):
+            for term in terms(start, min(start + steps, length), some).unbind(0):
+                acc.add_(term)
+    return result
 
 
 @torch.no_grad()
@@ -55,14 +65,16 @@ def fixed_sum(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
     Rounds once per addition. A ``TypeError`` names another dtype, a ``ValueError`` a 0-d tensor or a bad ``dim``.
     """
     steps = _along(widen("x", x), dim)
-    return serial_fold(lambda a, b: steps[a:b], steps.shape[0], steps.shape[1:], x.device)
+    lanes = steps.reshape(steps.shape[0], math.prod(steps.shape[1:]))
+    folded = serial_fold(lambda lo, hi, some: lanes[lo:hi, some], lanes.shape[0], lanes.shape[1:], x.device)
+    return folded.reshape(steps.shape[1:])
 
 
 @torch.no_grad()
 def fixed_sumsq(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
     """Sum of squares over ``dim`` in ascending order, FP32 ``[...]``; each square rounds before it is added."""
-    steps = _along(widen("x", x), dim)
-    return serial_fold(lambda a, b: steps[a:b] * steps[a:b], steps.shape[0], steps.shape[1:], x.device)
+    wide = widen("x", x)
+    return fixed_sum(wide * wide, dim)
 
 
 @torch.no_grad()
@@ -78,7 +90,7 @@ def fixed_dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"fixed_dot: K of a is {a.shape[1]}, K of b is {b.shape[1]}; they must agree")
     rows, columns = _along(widen("a", a), 1), _along(widen("b", b), 1)
     return serial_fold(
-        lambda lo, hi: rows[lo:hi, :, None] * columns[lo:hi, None, :],
+        lambda lo, hi, some: rows[lo:hi, some, None] * columns[lo:hi, None, :],
         a.shape[1],
         (a.shape[0], b.shape[0]),
         a.device,

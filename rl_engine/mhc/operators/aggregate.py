@@ -34,7 +34,7 @@ class Aggregate(Reference):
         grad = widen("dh", dh)
         grad_by_d, r_by_d = grad.t().contiguous(), widen("r_old", r_old).permute(2, 0, 1).contiguous()
         dpre = serial_fold(
-            lambda lo, hi: grad_by_d[lo:hi, :, None] * r_by_d[lo:hi],
+            lambda lo, hi, some: grad_by_d[lo:hi, some, None] * r_by_d[lo:hi, some],
             sizes["D"],
             (sizes["T"], HC_MULT),
             grad.device,

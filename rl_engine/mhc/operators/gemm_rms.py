@@ -27,13 +27,13 @@ class GemmRms(Reference):
         tokens, k, n = sizes["T"], sizes["K"], weight.shape[0]
         x, w = widen("x_flat", x_flat).t().contiguous(), weight.t().contiguous()
 
-        def terms(lo: int, hi: int) -> torch.Tensor:
-            products = x[lo:hi, :, None] * w[lo:hi, None, :]
-            squares = x[lo:hi, :, None] * x[lo:hi, :, None]
+        def terms(lo: int, hi: int, some: slice) -> torch.Tensor:
+            row = x[lo:hi, some, None]
+            products, squares = row * w[lo:hi, None, :], row * row
             return torch.cat((products, squares), dim=2)
 
         folded = serial_fold(terms, k, (tokens, n + 1), x.device)
-        p, s = folded[:, :n].contiguous(), folded[:, n].contiguous()
+        p, s = folded[:, :n].clone(), folded[:, n].clone()
         norm = self.elementary.sqrt(s)
         q = self.elementary.div(norm, fp32_scalar(math.sqrt(k), s))
         r = self.elementary.div(fp32_scalar(1.0, s), q + fp32_scalar(eps, s))
@@ -54,8 +54,10 @@ class GemmRms(Reference):
         tokens, k, n = sizes["T"], sizes["K"], weight.shape[0]
         x, dp_by_n = widen("x_flat", x_flat).contiguous(), dp.t().contiguous()
         w, dp_by_t = weight.contiguous(), dp.contiguous()
-        dx_gemm = serial_fold(lambda lo, hi: dp_by_n[lo:hi, :, None] * w[lo:hi, None, :], n, (tokens, k), x.device)
-        dw = serial_fold(lambda lo, hi: dp_by_t[lo:hi, :, None] * x[lo:hi, None, :], tokens, (n, k), x.device)
+        dx_gemm = serial_fold(
+            lambda lo, hi, some: dp_by_n[lo:hi, some, None] * w[lo:hi, None, :], n, (tokens, k), x.device
+        )
+        dw = serial_fold(lambda lo, hi, some: dp_by_t[lo:hi, some, None] * x[lo:hi, None, :], tokens, (n, k), x.device)
         r, q = saved["r"], saved["q"]
         k_times_q = fp32_scalar(k, q) * q
         denominator = torch.where(q == 0, fp32_scalar(1.0, q), k_times_q)

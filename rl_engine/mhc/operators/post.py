@@ -40,9 +40,9 @@ class Post(Reference):
         left = torch.cat((r, y32[:, None, :]), dim=1).permute(2, 0, 1).contiguous()
         right = g.permute(2, 0, 1).contiguous()
         folded = serial_fold(
-            lambda lo, hi: left[lo:hi, :, :, None] * right[lo:hi, :, None, :],
+            lambda lo, hi, some: left[lo:hi, some, :, None] * right[lo:hi, some, None, :],
             sizes["D"],
             (sizes["T"], HC_MULT + 1, HC_MULT),
             g.device,
         )
-        return d_r, dy, folded[:, :HC_MULT].contiguous(), folded[:, HC_MULT].contiguous()
+        return d_r, dy, folded[:, :HC_MULT].clone(), folded[:, HC_MULT].clone()

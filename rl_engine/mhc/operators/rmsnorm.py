@@ -43,8 +43,12 @@ class RmsNorm(Reference):
         x32, dy32, r = widen("x", x).contiguous(), widen("dy", dy).contiguous(), saved["r"][:, None]
         u = dy32 * widen("gamma", gamma)
         u_by_d, x_by_d = u.t().contiguous(), x32.t().contiguous()
-        q = serial_fold(lambda lo, hi: u_by_d[lo:hi] * x_by_d[lo:hi], sizes["D"], (sizes["T"],), u.device)
+        q = serial_fold(
+            lambda lo, hi, some: u_by_d[lo:hi, some] * x_by_d[lo:hi, some], sizes["D"], (sizes["T"],), u.device
+        )
         pull = self.elementary.div((x32 * ((r * r) * r)) * q[:, None], fp32_scalar(sizes["D"], u))
         dx = (r * u) - pull + widen("d_residual", d_residual)
-        dgamma = serial_fold(lambda lo, hi: (dy32[lo:hi] * x32[lo:hi]) * r[lo:hi], sizes["T"], (sizes["D"],), u.device)
+        dgamma = serial_fold(
+            lambda lo, hi, some: (dy32[lo:hi, some] * x32[lo:hi, some]) * r[lo:hi], sizes["T"], (sizes["D"],), u.device
+        )
         return dx, dgamma

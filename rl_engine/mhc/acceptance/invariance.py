@@ -1,0 +1,221 @@
+"""What a single run cannot show: that a row's bytes depend on that row alone, forward and backward.
+
+Every function here runs the candidate again on the same values in other company, another order, other memory or another
+environment, and compares with its own first run. Where parameters' gradients fold over other tokens than before, the
+oracle runs too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from rl_engine.mhc.acceptance import layouts
+from rl_engine.mhc.acceptance.cases import Case
+from rl_engine.mhc.acceptance.judge import (
+    Run,
+    Tensors,
+    changed,
+    compare,
+    copied,
+    guarded,
+    rows,
+    run_block,
+    shared_storage,
+)
+from rl_engine.mhc.acceptance.verdict import Check, Divergence
+from rl_engine.mhc.block import mhc_block_backward, mhc_block_forward
+from rl_engine.mhc.contract import GradBoundary, ResidualBatch
+
+GROUP = "invariance"
+SAMPLED_ROWS = 32
+THREADS = (1, 2, 7)
+SWEEP_TOKENS = (1, 15, 16, 17, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 2048, 2049)
+"""Batch sizes around the powers of two at which kernels change their launch or their split."""
+
+Pair = tuple[ResidualBatch, GradBoundary | None]
+
+
+def sampled(tokens: int) -> list[int]:
+    """All rows of a small batch; of a large one ``SAMPLED_ROWS``, evenly spaced, the first and last among them."""
+    if tokens <= SAMPLED_ROWS:
+        return list(range(tokens))
+    return sorted({round(i * (tokens - 1) / (SAMPLED_ROWS - 1)) for i in range(SAMPLED_ROWS)})
+
+
+class Prober:
+    """Runs a candidate on variations of one case and turns each comparison into a ``Check``."""
+
+    def __init__(self, ops: Any, case: Case, base: Run) -> None:
+        """``base`` is the candidate's own first run of ``case``."""
+        self.ops, self.case, self.base = ops, case, base
+
+    def check(self, name: str, probe: Callable[[], tuple[int, tuple[Divergence, ...]]]) -> Check:
+        """The check of one probe: how many runs were compared, and the divergences of the first that differs."""
+        outcome, error = guarded(probe)
+        count, found = (0, (error,)) if error is not None else outcome
+        detail = "" if not found else f"{found[0].boundary}: {found[0].message}"
+        return Check(GROUP, name, self.case.name, "fail" if found else "pass", count, detail, found)
+
+    def run(self, pair: Pair) -> Tensors:
+        """One more run of the candidate, on copies of its own."""
+        return run_block(self.ops, *pair).tensors
+
+    def all_checks(self, repeat: int) -> Iterator[Check]:
+        """Every law, one check each, made when asked for."""
+        laws = {
+            "each row alone": self.rows_alone,
+            "permuted rows": self.permuted,
+            "expanded inputs": self.expanded,
+            "poisoned allocations": self.poisoned,
+            "thread counts": self.threads,
+            "a NaN row moves no other": self.nan_row,
+            "inputs and saved unchanged": self.untouched,
+        }
+        for name, layout in layouts.LAYOUTS.items():
+            yield self.check(f"{name} inputs", functools.partial(self.layout, layout))
+        yield self.check("repeated runs", lambda: self.repeated(repeat))
+        for name, law in laws.items():
+            if self.case.batch.tokens or name == "inputs and saved unchanged":
+                yield self.check(name, law)
+
+    def rows_alone(self) -> tuple[int, tuple[Divergence, ...]]:
+        """Each row (a sample of many) as a batch of one, against the row of the first run."""
+        chosen = sampled(self.case.batch.tokens)
+        for row in chosen:
+            alone = self.run(self.pick([row]))
+            found = compare(rows(alone, slice(0, 1)), rows(self.base.tensors, slice(row, row + 1)))
+            if found:
+                return len(chosen), _located(found, f"row {row} alone")
+        return len(chosen), ()
+
+    def permuted(self) -> tuple[int, tuple[Divergence, ...]]:
+        """Rows reversed and shuffled: each keeps its bytes, what folds over tokens is the oracle's for that order."""
+        tokens = self.case.batch.tokens
+        shuffle = torch.randperm(tokens, generator=torch.Generator().manual_seed(tokens)).tolist()
+        for label, order in (("reversed", list(range(tokens))[::-1]), ("shuffled", shuffle)):
+            pair = self.pick(order)
+            moved = self.run(pair)
+            index = torch.tensor(order, device=self.case.batch.r_old.device)
+            found = compare(rows(moved, slice(None)), rows(self.base.tensors, index))
+            found = found or compare(moved, run_block(None, *pair).tensors)
+            if found:
+                return 2, _located(found, label)
+        return 2, ()
+
+    def layout(self, layout: layouts.Layout) -> tuple[int, tuple[Divergence, ...]]:
+        """Every tensor of the batch in another memory layout."""
+        moved = self.run(layouts.laid_out(self.case.batch, self.case.grads, layout))
+        return 1, compare(moved, self.base.tensors)
+
+    def expanded(self) -> tuple[int, tuple[Divergence, ...]]:
+        """Row 0 repeated by a zero stride, against its contiguous copy and the first run's row 0."""
+        pair = layouts.expanded(self.case.batch, self.case.grads, 5)
+        moved, plain = self.run(pair), self.run(layouts.cloned(*pair))
+        first = torch.zeros(5, dtype=torch.int64, device=self.case.batch.r_old.device)
+        return 2, compare(moved, plain) or compare(rows(moved, slice(None)), rows(self.base.tensors, first))
+
+    def poisoned(self) -> tuple[int, tuple[Divergence, ...]]:
+        """With every fresh allocation filled with NaN: nothing may read what it did not write."""
+        with poisoned_allocations():
+            moved = self.run(layouts.cloned(self.case.batch, self.case.grads))
+        return 1, compare(moved, self.base.tensors)
+
+    def repeated(self, repeat: int) -> tuple[int, tuple[Divergence, ...]]:
+        """``repeat`` more runs, and the outputs of the first run are still what they were."""
+        snapshot = copied(self.base.tensors)
+        for number in range(repeat):
+            again = self.run((self.case.batch, self.case.grads))
+            found = compare(again, {path: copy for path, _, copy in snapshot} | _absent(self.base.tensors))
+            if found:
+                return repeat, _located(found, f"run {number + 2}")
+        return repeat, _storage(changed(snapshot), "outputs of an earlier run changed under a later one")
+
+    def threads(self) -> tuple[int, tuple[Divergence, ...]]:
+        """The same bytes at 1, 2 and 7 intra-op threads."""
+        before = torch.get_num_threads()
+        try:
+            for count in THREADS:
+                torch.set_num_threads(count)
+                found = compare(self.run((self.case.batch, self.case.grads)), self.base.tensors)
+                if found:
+                    return len(THREADS), _located(found, f"{count} threads")
+        finally:
+            torch.set_num_threads(before)
+        return len(THREADS), ()
+
+    def nan_row(self) -> tuple[int, tuple[Divergence, ...]]:
+        """With the middle row NaN, every other row keeps its bytes."""
+        batch, grads = layouts.cloned(self.case.batch, self.case.grads)
+        middle = batch.tokens // 2
+        batch.r_old[middle] = float("nan")
+        others = torch.tensor([i for i in range(batch.tokens) if i != middle], dtype=torch.int64)
+        index = others.to(batch.r_old.device)
+        return 1, compare(rows(self.run((batch, grads)), index), rows(self.base.tensors, index))
+
+    def untouched(self) -> tuple[int, tuple[Divergence, ...]]:
+        """Inputs and ``saved`` keep their bytes, backward can run twice, no output lives in an input's storage."""
+        batch, grads = layouts.cloned(self.case.batch, self.case.grads)
+        inputs = copied([batch, grads])
+        r_new, saved = mhc_block_forward(batch, ops=self.ops)
+        outputs = {"post.r_new": r_new, "norm.residual": saved["residual"], "norm.normalized": saved["normalized"]}
+        outputs["pre.hidden"] = saved["hidden"]
+        between = copied(saved)
+        if grads is not None:
+            first = mhc_block_backward(batch, saved, grads, ops=self.ops)
+            second = mhc_block_backward(batch, saved, grads, ops=self.ops)
+            again = compare(second, first)
+            outputs |= first
+            if again:
+                return 4, _located(again, "second backward of one forward")
+        found = _storage(changed(inputs), "inputs changed")
+        found += _storage(changed(between), "saved tensors changed by backward")
+        return 4, found + _storage(shared_storage(outputs, [batch, grads]), "outputs share storage with inputs")
+
+    def pick(self, order: list[int]) -> Pair:
+        """The case's rows in that order."""
+        index = torch.tensor(order, dtype=torch.int64, device=self.case.batch.r_old.device)
+        return layouts.selected(self.case.batch, self.case.grads, index)
+
+
+def sweep(ops: Any, case: Case, tokens: int) -> Check:
+    """A batch of ``tokens`` rows, the case's over and over: all bytes are the oracle's."""
+    order = [i % case.batch.tokens for i in range(tokens)]
+    index = torch.tensor(order, dtype=torch.int64, device=case.batch.r_old.device)
+    pair = layouts.selected(case.batch, case.grads, index)
+    outcome, error = guarded(lambda: compare(run_block(ops, *pair).tensors, run_block(None, *pair).tensors))
+    found = (error,) if error is not None else outcome
+    detail = "" if not found else f"{found[0].boundary} at T={tokens}: {found[0].message}"
+    return Check(GROUP, f"batch of {tokens}", case.name, "fail" if found else "pass", 1, detail, tuple(found))
+
+
+@contextmanager
+def poisoned_allocations() -> Iterator[None]:
+    """Within the block torch fills every uninitialised tensor with NaN, or with the largest integer."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+
+
+def _located(found: tuple[Divergence, ...], where: str) -> tuple[Divergence, ...]:
+    return tuple(dataclasses.replace(d, message=f"{where}: {d.message}") for d in found)
+
+
+def _storage(paths: list[str], what: str) -> tuple[Divergence, ...]:
+    return (Divergence(paths[0], "storage", f"{what}: {', '.join(paths)}"),) if paths else ()
+
+
+def _absent(tensors: Tensors) -> dict[str, None]:
+    return {name: None for name, tensor in tensors.items() if tensor is None}

@@ -1,0 +1,148 @@
+"""One run of a block boundary, and the comparison of two of them tensor by tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rl_engine.mhc.acceptance.verdict import DATAFLOW, Divergence
+from rl_engine.mhc.bits import TensorDifference, differing, same_bytes, tensor_difference
+from rl_engine.mhc.block import (
+    CONTROLLER_GRADS,
+    backward_boundaries,
+    forward_boundaries,
+    mhc_block_backward,
+    mhc_block_forward,
+)
+from rl_engine.mhc.contract import GradBoundary, ResidualBatch
+from rl_engine.mhc.operators import OperatorSet
+from rl_engine.mhc.trace import FORWARD_BOUNDARIES
+
+TOKEN_WISE = frozenset(FORWARD_BOUNDARIES) | {
+    name for name in DATAFLOW if name.startswith("bwd.") and name != "bwd.d_gamma"
+}
+"""The boundaries whose first axis is the token; the rest fold over tokens."""
+
+Tensors = dict[str, torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one forward and backward produced, by boundary name, with the ``saved`` between them."""
+
+    tensors: Tensors
+    saved: Any = None
+
+
+def run_block(ops: OperatorSet | None, batch: ResidualBatch, grads: GradBoundary | None) -> Run:
+    """Forward, and backward where ``grads`` is given, through ``ops`` (``None``: the oracle of the profile)."""
+    r_new, saved = mhc_block_forward(batch, ops=ops)
+    tensors: Tensors = dict(forward_boundaries(saved, r_new))
+    if grads is not None:
+        result = mhc_block_backward(batch, saved, grads, ops=ops)
+        tensors |= backward_boundaries(result)
+        tensors |= {f"grad.{key}": result[key] for key in CONTROLLER_GRADS}
+    return Run({name: tensors[name] for name in DATAFLOW if name in tensors}, saved)
+
+
+def compare(candidate: Mapping[str, Any], reference: Mapping[str, Any]) -> tuple[Divergence, ...]:
+    """The divergences of two sets of named tensors, in the order of ``reference``."""
+    found = (compare_tensor(name, candidate.get(name), want) for name, want in reference.items())
+    return tuple(divergence for divergence in found if divergence is not None)
+
+
+def compare_tensor(name: str, got: object, want: object) -> Divergence | None:
+    """The divergence of one tensor from its reference: presence, then dtype, shape, device, bytes."""
+    if want is None or got is None or not isinstance(got, torch.Tensor) or not isinstance(want, torch.Tensor):
+        if got is None and want is None:
+            return None
+        return Divergence(name, "presence", f"got {_kind(got)}, want {_kind(want)}")
+    if got.dtype != want.dtype:
+        return Divergence(name, "dtype", f"got {got.dtype}, want {want.dtype}")
+    if got.shape != want.shape:
+        return Divergence(name, "shape", f"got {tuple(got.shape)}, want {tuple(want.shape)}")
+    if got.device != want.device:
+        return Divergence(name, "device", f"got {got.device}, want {want.device}")
+    difference = tensor_difference(got, want)
+    if difference is None:
+        return None
+    message = f"{difference.count} of {difference.total} elements differ"
+    return Divergence(name, "bytes", message, difference, _hint(difference, got, want))
+
+
+def rows(tensors: Tensors, index: torch.Tensor | slice) -> Tensors:
+    """The token-wise boundaries of a run, at the rows that ``index`` selects."""
+    return {name: None if t is None else t[index] for name, t in tensors.items() if name in TOKEN_WISE}
+
+
+def same(a: Tensors, b: Tensors) -> bool:
+    """Whether two runs agree byte for byte."""
+    return not compare(a, b)
+
+
+def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor inside nested dicts, lists, tuples and dataclasses, with the path that leads to it."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from tensors_in(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from tensors_in(item, f"{path}[{number}]")
+    elif dataclasses.is_dataclass(value):
+        for spec in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, spec.name), f"{path}.{spec.name}" if path else spec.name)
+
+
+def copied(value: Any) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """``(path, tensor, copy)`` of every tensor in ``value``, for ``changed`` to compare later."""
+    return [(path, tensor, tensor.detach().clone()) for path, tensor in tensors_in(value)]
+
+
+def changed(snapshot: Iterable[tuple[str, torch.Tensor, torch.Tensor]]) -> list[str]:
+    """The paths in a snapshot of ``copied`` whose bytes are no longer what they were."""
+    return [path for path, tensor, copy in snapshot if not same_bytes(tensor, copy)]
+
+
+def shared_storage(outputs: Mapping[str, torch.Tensor | None], inputs: Any) -> list[str]:
+    """``output (shares with input)`` for every output that lives in the storage of an input; empty tensors too."""
+    owners = {tensor.untyped_storage()._cdata: path for path, tensor in tensors_in(inputs)}
+    return [
+        f"{name} (shares the storage of {owners[tensor.untyped_storage()._cdata]})"
+        for name, tensor in outputs.items()
+        if tensor is not None and tensor.untyped_storage()._cdata in owners
+    ]
+
+
+def guarded(action: Callable[[], Any]) -> tuple[Any, Divergence | None]:
+    """Run code of a candidate: its result, or the exception as a divergence.
+
+    Whatever a candidate raises is a finding about the candidate and must not end the judge.
+    """
+    try:
+        return action(), None
+    except Exception as error:
+        text = " ".join(str(error).split()) or "no message"
+        return None, Divergence("exception", "error", f"{type(error).__name__}: {text}")
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else "a tensor" if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def _hint(difference: TensorDifference, got: torch.Tensor, want: torch.Tensor) -> str:
+    if difference.toward_zero and got.dtype == torch.bfloat16:
+        return (
+            "truncation: every differing value is the reference moved one ULP toward zero (a round-toward-zero store)"
+        )
+    if difference.nan_mismatches == difference.count:
+        return "every difference is a NaN against a number"
+    mask = differing(got, want)
+    if bool(((got[mask] == 0) & (want[mask] == 0)).all()):
+        return "every difference is the sign of a zero"
+    return ""

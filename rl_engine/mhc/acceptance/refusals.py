@@ -1,0 +1,102 @@
+"""Fail-closed: what a provider does not declare must be refused before any operator runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+
+from rl_engine.mhc.acceptance.judge import guarded
+from rl_engine.mhc.acceptance.observed import Observed
+from rl_engine.mhc.acceptance.verdict import Check, Divergence
+from rl_engine.mhc.block import SUPPORTED_FUSION, SUPPORTED_PLACEMENTS, SUPPORTED_TRAINABILITY, mhc_block_forward
+from rl_engine.mhc.contract import (
+    FUSION_MODES,
+    PLACEMENTS,
+    ROW_GEOMETRIES,
+    TRAINABILITY_MODES,
+    ResidualBatch,
+    declared_names,
+)
+from rl_engine.mhc.operators.interface import OPERATORS, OperatorSet, parameters_of
+
+GROUP = "fail-closed"
+
+_MODES = {
+    "fusion_modes": ("fusion_mode", FUSION_MODES, SUPPORTED_FUSION),
+    "trainability": ("trainability", TRAINABILITY_MODES, SUPPORTED_TRAINABILITY),
+    "placements": ("placement", PLACEMENTS, SUPPORTED_PLACEMENTS),
+}
+
+
+def refusal_checks(provider: Any, batch: ResidualBatch) -> list[Check]:
+    """Every check of this group; ``batch`` is one that the provider serves."""
+    checks = [_declaration(provider), _signatures(provider)]
+    for key, (field, vocabulary, _) in _MODES.items():
+        declared = declared_names(provider.capabilities(), key)
+        for mode in (*vocabulary, f"no-such-{field.replace('_', '-')}"):
+            if mode not in declared:
+                contract = batch.contract.with_mode(field, mode)
+                asked = dataclasses.replace(batch, contract=contract, weight_fingerprint="")
+                checks += _refused(provider, f"{field} {mode}", asked)
+    return checks + _refused(provider, "a device that is not declared", _on_meta(batch))
+
+
+def _declaration(provider: Any) -> Check:
+    """Nothing may be declared that the vocabulary lacks, or that no reference exists for."""
+    declared, wrong = provider.capabilities(), []
+    for key, (_, vocabulary, served) in _MODES.items():
+        for mode in sorted(declared_names(declared, key) - set(served)):
+            known = mode in vocabulary
+            wrong.append(
+                f"{key}: {mode!r} ({'no reference serves it, so nothing can verify it' if known else 'unknown'})"
+            )
+    wrong += [f"geometry: {g!r} (unknown)" for g in sorted(declared_names(declared, "geometry") - set(ROW_GEOMETRIES))]
+    return _check("declares only what can be verified", wrong, "capabilities")
+
+
+def _signatures(provider: Any) -> Check:
+    """Every operator takes the parameters of the protocol, in its order."""
+    wrong = []
+    for operator in OPERATORS:
+        wanted = parameters_of(getattr(OperatorSet, operator))
+        got, error = guarded(functools.partial(parameters_of, getattr(provider, operator)))
+        if error is not None or got[: len(wanted)] != wanted:
+            wrong.append(f"{operator}({', '.join(got or ())}), want ({', '.join(wanted)})")
+    return _check("signatures", wrong, "signature", len(OPERATORS))
+
+
+def _refused(provider: Any, what: str, batch: ResidualBatch) -> list[Check]:
+    """The block and the composites must raise a typed error for ``batch``, and no operator may have run by then."""
+    checks = []
+    entries = {
+        "block": lambda ops: mhc_block_forward(batch, ops=ops),
+        "mhc_pre_fwd": lambda ops: ops.mhc_pre_fwd(batch),
+        "mhc_pre_rmsnorm_fused_fwd": lambda ops: ops.mhc_pre_rmsnorm_fused_fwd(batch),
+    }
+    for entry, run in entries.items():
+        observed = Observed(provider)
+        _, error = guarded(functools.partial(run, observed))
+        ran = sorted(set(observed.called) - {entry})
+        wrong = []
+        if error is None:
+            wrong.append("accepted")
+        elif not error.message.startswith(("NotImplementedError", "ValueError", "TypeError")):
+            wrong.append(f"raised {error.message}")
+        if ran:
+            wrong.append(f"ran {', '.join(ran)} first")
+        checks.append(_check(f"{entry} refuses {what}", wrong, entry))
+    return checks
+
+
+def _on_meta(batch: ResidualBatch) -> ResidualBatch:
+    """The batch on the ``meta`` device, which has no bytes and which no provider serves."""
+    return dataclasses.replace(batch, weight_fingerprint="").to(torch.device("meta"))
+
+
+def _check(name: str, wrong: list[str], boundary: str, comparisons: int = 1) -> Check:
+    detail = "; ".join(wrong)
+    found = (Divergence(boundary, "refusal", detail),) if wrong else ()
+    return Check(GROUP, name, "", "fail" if wrong else "pass", comparisons, detail, found)

@@ -1,0 +1,136 @@
+"""What an acceptance run found, as frozen data. Renderings of it are in ``reports``."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_engine.mhc.bits import TensorDifference
+from rl_engine.mhc.trace import BACKWARD_BOUNDARIES, FORWARD_BOUNDARIES
+
+VERDICT_SCHEMA = "rl_engine.mhc/verdict/v1"
+
+_PARAMETER_GRADS = tuple(
+    f"grad.{k}" for k in ("d_bias", "d_alpha_pre", "d_alpha_post", "d_alpha_res", "d_controller_weight")
+)
+_BEFORE_RESIDUAL = BACKWARD_BOUNDARIES.index("bwd.d_r_old")
+
+DATAFLOW = (
+    *FORWARD_BOUNDARIES,
+    *BACKWARD_BOUNDARIES[:_BEFORE_RESIDUAL],
+    *_PARAMETER_GRADS,
+    *BACKWARD_BOUNDARIES[_BEFORE_RESIDUAL:],
+)
+"""Every judged tensor of a block in dataflow order: the trace's boundaries, with the controller gradients among them."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """One tensor at which a candidate is not the reference.
+
+    ``kind`` is ``bytes``, ``dtype``, ``shape``, ``presence`` (``None`` against a tensor), ``storage`` (shared or
+    mutated) or ``error`` (an exception). ``difference`` has the figures where the kind is ``bytes``; ``hint`` names
+    a cause that the bytes show by themselves.
+    """
+
+    boundary: str
+    kind: str
+    message: str
+    difference: TensorDifference | None = None
+    hint: str = ""
+
+    @property
+    def rank(self) -> int:
+        """The place of the boundary in dataflow order; operator outputs come after every block boundary."""
+        return DATAFLOW.index(self.boundary) if self.boundary in DATAFLOW else len(DATAFLOW)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was verified: its group, what, on which case, how many comparisons, and what was wrong.
+
+    ``status`` is ``pass``, ``fail`` or ``note`` (nothing was verified, and ``detail`` says why).
+    """
+
+    group: str
+    name: str
+    case: str
+    status: str
+    comparisons: int = 0
+    detail: str = ""
+    divergences: tuple[Divergence, ...] = ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The whole finding. ``refusals`` are what the provider declined or is not declared for, each a sentence."""
+
+    provider: str
+    numeric_profile: str
+    device: str
+    provenance: dict[str, Any]
+    environment: dict[str, str]
+    checks: tuple[Check, ...] = ()
+    refusals: tuple[str, ...] = ()
+    pending: dict[str, list[str]] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """True where something was verified, nothing failed and nothing was refused."""
+        verified = any(check.status == "pass" for check in self.checks)
+        return verified and not self.refusals and not any(check.status == "fail" for check in self.checks)
+
+    @property
+    def failures(self) -> tuple[Check, ...]:
+        """The failed checks, in the order in which they ran."""
+        return tuple(check for check in self.checks if check.status == "fail")
+
+    @property
+    def comparisons(self) -> int:
+        """How many tensors or facts were compared."""
+        return sum(check.comparisons for check in self.checks)
+
+    @property
+    def first_divergence(self) -> tuple[Check, Divergence] | None:
+        """The divergence that comes first in dataflow order over all cases; the earliest check among equals."""
+        found = [(check, divergence) for check in self.failures for divergence in check.divergences]
+        return min(found, key=lambda pair: pair[1].rank, default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, under the schema ``VERDICT_SCHEMA`` (see docs/verdict_schema.md)."""
+        first = self.first_divergence
+        return {
+            "schema": VERDICT_SCHEMA,
+            "passed": self.passed,
+            "provider": self.provider,
+            "numeric_profile": self.numeric_profile,
+            "device": self.device,
+            "comparisons": self.comparisons,
+            "seconds": round(self.seconds, 3),
+            "first_divergence": None
+            if first is None
+            else {"group": first[0].group, "check": first[0].name, "case": first[0].case, **_plain(first[1])},
+            "refusals": list(self.refusals),
+            "pending": self.pending,
+            "provenance": self.provenance,
+            "environment": self.environment,
+            "checks": [_plain(check) for check in self.checks],
+        }
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = _finite(dataclasses.asdict(value))
+    return plain
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with tuples as lists and NaN and infinities as strings, which JSON has no numbers for."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and value - value != 0:
+        return str(value)
+    return value
