@@ -30,12 +30,10 @@ def tensor_sha256(t: torch.Tensor) -> str:
 
 
 def _packed(t: torch.Tensor) -> torch.Tensor:
-    """``t`` in row-major memory; ``contiguous()`` would keep an odd stride on an axis of length 1, which no view accepts."""
-    return (
-        t
-        if t.is_contiguous() and (t.dim() == 0 or t.stride(-1) == 1)
-        else torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t)
-    )
+    """``t`` in row-major memory. ``contiguous()`` alone may keep an odd stride on an axis of length 1."""
+    if t.is_contiguous() and (t.dim() == 0 or t.stride(-1) == 1):
+        return t
+    return torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t)
 
 
 def encodings(t: torch.Tensor) -> torch.Tensor:

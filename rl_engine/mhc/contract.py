@@ -144,6 +144,8 @@ class LayerContract:
     def from_dict(cls, values: Mapping[str, Any]) -> LayerContract:
         """The contract of ``to_dict``; a missing or unknown field is a ``ValueError``."""
         names = {spec.name for spec in fields(cls)}
+        if not isinstance(values, Mapping):
+            raise ValueError(f"contract: got {type(values).__name__}, want a mapping of fields")
         if set(values) != names:
             odd = ", ".join(sorted(names ^ set(values)))
             raise ValueError(f"contract: missing or unknown fields: {odd}")
@@ -358,9 +360,9 @@ class ResidualBatch:
             token_id=tensors["token_id"],
             controller=ControllerParams(*(tensors[name] for name in names)),
             norm=NormParams(tensors["norm.gamma"]),
-            contract=LayerContract.from_dict(json.loads(labels["contract"])),
-            row_geometry=labels["row_geometry"],
-            weight_fingerprint=labels["weight_fingerprint"],
+            contract=LayerContract.from_dict(json.loads(_label(labels, "contract"))),
+            row_geometry=_label(labels, "row_geometry"),
+            weight_fingerprint=_label(labels, "weight_fingerprint"),
         )
         batch.validate()
         return batch
@@ -410,15 +412,21 @@ class GradBoundary:
         and their fingerprints differ.
         """
         tensors, labels = read_tensor_file(path, _GRADS_KIND, _GRAD_TENSORS)
-        stored = json.loads(labels["contract"])
+        stored = json.loads(_label(labels, "contract"))
         if stored is not None and contract is not None:
             recorded = LayerContract.from_dict(stored).fingerprint()
             if recorded != contract.fingerprint():
                 raise ValueError(f"contract: got fingerprint {recorded}, want {contract.fingerprint()}")
-        return cls(**tensors, metadata=json.loads(labels["metadata"]))
+        return cls(**tensors, metadata=json.loads(_label(labels, "metadata")))
 
 
 _GRAD_TENSORS = ("d_r_new", "d_normalized", "d_residual")
+
+
+def _label(labels: Mapping[str, str], key: str) -> str:
+    if key not in labels:
+        raise ValueError(f"metadata: missing {key!r}")
+    return labels[key]
 
 
 def _tensors(owner: Any) -> dict[str, torch.Tensor]:

@@ -214,11 +214,13 @@ def moved_hashes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 def write_manifest(path: str | os.PathLike[str] | None = None, *, reason: str = "") -> list[str]:
     """Write the manifest to ``path`` (default: the committed one), atomically, and return the hashes that moved.
 
-    Where a manifest is there and differs, a ``reason`` is required; without one, ``ValueError`` and nothing is written.
+    Hashes move against the manifest at ``path``, or where there is none against the committed one. If any does, a
+    ``reason`` is required; without one, ``ValueError`` and nothing is written.
     """
     target = Path(path) if path is not None else manifest_path()
     manifest = golden_manifest()
-    moved = moved_hashes(load_manifest(target), manifest) if target.exists() else []
+    committed = next((p for p in (target, manifest_path()) if p.exists()), None)
+    moved = moved_hashes(load_manifest(committed), manifest) if committed is not None else []
     if moved and not reason.strip():
         raise ValueError(f"{target}: {len(moved)} hashes would move and no reason is given: {', '.join(moved)}")
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -199,6 +199,8 @@ def resolve_provider(spec: str) -> MHCProvider:
     missing = [name for name in _PROVIDER_PARTS if not hasattr(provider, name)]
     if missing:
         raise ValueError(f"provider: {spec!r} lacks: {', '.join(missing)}")
+    if spec in ALIASES and provider.name != spec:
+        raise ValueError(f"provider: asked for {spec!r}, got one that calls itself {provider.name!r}")
     return provider  # type: ignore[no-any-return]
 
 

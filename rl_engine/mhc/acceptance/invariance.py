@@ -70,6 +70,7 @@ class Prober:
         """Every law, one check each, made when asked for."""
         laws = {
             "each row alone": self.rows_alone,
+            "other batch sizes": self.resized,
             "permuted rows": self.permuted,
             "expanded inputs": self.expanded,
             "poisoned allocations": self.poisoned,
@@ -93,6 +94,16 @@ class Prober:
             if found:
                 return len(chosen), _located(found, f"row {row} alone")
         return len(chosen), ()
+
+    def resized(self) -> tuple[int, tuple[Divergence, ...]]:
+        """The rows without the last, and all of them twice and once more: each keeps its bytes."""
+        tokens = self.case.batch.tokens
+        for order in (list(range(tokens - 1)), [*range(tokens), *range(tokens), 0]):
+            index = torch.tensor(order, dtype=torch.int64, device=self.case.batch.r_old.device)
+            found = compare(rows(self.run(self.pick(order)), slice(None)), rows(self.base.tensors, index))
+            if found:
+                return 2, _located(found, f"among {len(order)} rows")
+        return 2, ()
 
     def permuted(self) -> tuple[int, tuple[Divergence, ...]]:
         """Rows reversed and shuffled: each keeps its bytes, what folds over tokens is the oracle's for that order."""

@@ -122,13 +122,15 @@ def shared_storage(outputs: Mapping[str, torch.Tensor | None], inputs: Any) -> l
 def guarded(action: Callable[[], Any]) -> tuple[Any, Divergence | None]:
     """Run code of a candidate: its result, or the exception as a divergence.
 
-    Whatever a candidate raises is a finding about the candidate and must not end the judge.
+    Whatever a candidate raises is a finding about the candidate and must not end the judge. The divergence is at the
+    operator that raised, where one was running.
     """
     try:
         return action(), None
     except Exception as error:
         text = " ".join(str(error).split()) or "no message"
-        return None, Divergence("exception", "error", f"{type(error).__name__}: {text}")
+        where = str(vars(error).get("mhc_operator", "block"))
+        return None, Divergence(where, "error", f"{type(error).__name__}: {text}")
 
 
 def _kind(value: object) -> str:

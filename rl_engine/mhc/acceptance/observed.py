@@ -63,6 +63,9 @@ class Observed:
                 return function(*args, **kwargs)
             with reference_calls(self._heard):
                 return function(*args, **kwargs)
+        except Exception as error:
+            vars(error).setdefault("mhc_operator", operator)
+            raise
         finally:
             self._stack.pop()
 

@@ -22,7 +22,7 @@ DATAFLOW = (
     *_PARAMETER_GRADS,
     *BACKWARD_BOUNDARIES[_BEFORE_RESIDUAL:],
 )
-"""Every judged tensor of a block in dataflow order: the trace's boundaries, with the controller gradients among them."""
+"""The judged tensors of a block in dataflow order: the trace's boundaries, and the controller gradients among them."""
 
 
 @dataclass(frozen=True)

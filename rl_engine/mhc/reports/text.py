@@ -36,7 +36,8 @@ def render_line(verdict: Verdict) -> Text:
         return Text(f"{text} ({verdict.seconds:.1f} s)", style="bold green")
     first, reasons = verdict.first_divergence, []
     if first is not None:
-        reasons.append(f"first divergence at {first[1].boundary}")
+        headline = _headline(*first)
+        reasons.append(headline[0].lower() + headline[1:])
     if verdict.failures:
         reasons.append(f"{len(verdict.failures)} of {len(verdict.checks)} checks failed")
     if verdict.refusals:
@@ -102,7 +103,7 @@ def _failures(verdict: Verdict) -> Iterator[Text]:
     if first is None:
         return
     check, divergence = first
-    yield Text(f"\nFirst divergence: {divergence.boundary}", style="bold red")
+    yield Text(f"\n{_headline(check, divergence)}", style="bold red")
     yield Text(f"  in {_where(check)}: {divergence.message}")
     yield from _figures(divergence)
     others = [failure for failure in verdict.failures if failure is not check]
@@ -112,6 +113,15 @@ def _failures(verdict: Verdict) -> Iterator[Text]:
         yield Text(f"  {_where(failure)}: {failure.detail}")
     if len(others) > FAILURES_SHOWN:
         yield Text(f"  and {len(others) - FAILURES_SHOWN} more; --json has them all")
+
+
+def _headline(check: Check, divergence: Divergence) -> str:
+    """What failed first: a boundary whose tensor differs, or else the check by its name."""
+    if divergence.kind in ("refusal", "provenance"):
+        return f"First failure: {check.name}"
+    if divergence.kind == "error":
+        return f"First failure: {divergence.boundary} raised"
+    return f"First divergence: {divergence.boundary}"
 
 
 def _where(check: Check) -> str:
