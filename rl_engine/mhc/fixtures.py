@@ -83,6 +83,8 @@ class Draws:
 
     def gamma(self, hidden: int, gamma_dtype: str) -> torch.Tensor:
         """``1 + randn[D] * 0.05`` in the gamma dtype."""
+        if gamma_dtype not in GAMMA_DTYPES:
+            raise ValueError(f"gamma_dtype: got {gamma_dtype!r}, want one of: {', '.join(GAMMA_DTYPES)}")
         return (1 + self(hidden, scale=0.05)).to(GAMMA_DTYPES[gamma_dtype])
 
 
@@ -200,9 +202,10 @@ def load_manifest(path: str | os.PathLike[str] | None = None) -> Manifest:
         manifest = json.loads(source.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{source}: not a JSON file ({error})") from None
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("cases"), dict):
-        raise ValueError(f"{source}: not a golden manifest: no 'cases'")
-    return manifest
+    cases = manifest.get("cases") if isinstance(manifest, dict) else None
+    if not isinstance(cases, dict) or not all(isinstance(hashes, dict) for hashes in cases.values()):
+        raise ValueError(f"{source}: not a golden manifest: want 'cases', each with its hashes")
+    return dict(manifest)
 
 
 def moved_hashes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
