@@ -69,8 +69,9 @@ def test_provenance_is_what_ran(provider: type, own: frozenset[str], backend: st
     assert said["actual_backend"] == said["stated"]["actual_backend"] == backend
     assert said["requested_backend"] == provider.name
     assert said["torch_version"] == str(torch.__version__)
-    assert set(said["operators"]) == set(LEAF_OPERATORS)
-    assert {op for op, ran_on in said["operators"].items() if ran_on != "reference"} == own
+    assert set(LEAF_OPERATORS) <= set(said["operators"])
+    leaves = {op: ran_on for op, ran_on in said["operators"].items() if op in LEAF_OPERATORS}
+    assert {op for op, ran_on in leaves.items() if ran_on != "reference"} == own
 
 
 def test_the_stub_is_refused_before_any_operator_and_names_its_tasks(monkeypatch: pytest.MonkeyPatch) -> None:

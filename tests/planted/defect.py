@@ -54,8 +54,6 @@ def planted(boundary: str, group: str = "boundaries", case: str = USUAL_CASE, **
 class Planted(ReferenceProvider):
     """The base of most: what a class does not override is the reference's, and right."""
 
-    name = "planted"
-
 
 class OwnComposites(Composites, Planted):
     """Honest composites over the reference's leaf operators."""

@@ -42,7 +42,7 @@ def test_a_divergence_is_printed_with_its_figures(
     assert re.search(ULP, printed.out), printed.out
     for text in (case, *words):
         assert text in printed.out
-    assert printed.out.splitlines()[-1].startswith("FAIL  planted: ")
+    assert printed.out.splitlines()[-1].startswith(f"FAIL  {spec.partition(':')[2]}: ")
 
 
 def test_a_truncating_store_has_a_bias_toward_zero(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_refusal_is_printed_and_nothing_ran(
 ) -> None:
     assert check(monkeypatch, "declaration:NoPlacements", "--cases", "one_row") == 1
     printed = capsys.readouterr().out
-    assert "refused  one_row: planted: capabilities['placements']" in printed
+    assert "refused  one_row: NoPlacements: capabilities['placements']" in printed
     assert "no operator ran" in printed
 
 
@@ -73,7 +73,7 @@ def test_the_script_judges_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setattr(sys, "argv", arguments)
     assert check_p1_main() == 1
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("FAIL  planted: first divergence")
+    assert line.startswith("FAIL  SplitK: first divergence")
     assert "controller.p" in line
 
 
