@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import torch
+import sys
+
+_SMALLEST_NORMAL = sys.float_info.min
+_HALF, _TWO = 0.5, 2.0
 
 
 def require_subnormals() -> None:
-    """Raise ``RuntimeError`` where this thread flushes subnormal FP32 numbers to zero.
+    """Raise ``RuntimeError`` where this thread flushes subnormal numbers to zero.
 
-    The contract keeps subnormals, and a CPU thread after ``torch.set_flush_denormal(True)`` does not. PyTorch has no
-    getter for that mode, so this looks at what the arithmetic does: half of the smallest normal number.
+    The contract keeps subnormals, and a CPU thread after ``torch.set_flush_denormal(True)`` does not. No getter
+    tells that mode, but it is the thread's, so Python's own floats show it: half of the smallest normal, doubled.
     """
-    half_of_smallest_normal = torch.full((1,), 2.0**-126, dtype=torch.float32, device="cpu").mul_(0.5)
-    if int(half_of_smallest_normal.view(torch.int32)) != 1 << 22:
+    if (_SMALLEST_NORMAL * _HALF) * _TWO != _SMALLEST_NORMAL:
         raise RuntimeError(
             "this thread flushes subnormal numbers to zero, the contract keeps them: "
             "call torch.set_flush_denormal(False) first"
