@@ -116,7 +116,7 @@ def tensor_difference(candidate: torch.Tensor, reference: torch.Tensor) -> Tenso
     if candidate.is_floating_point():
         ordered = ~(torch.isnan(got) | torch.isnan(want))
         signed = (ordinals(got) - ordinals(want))[ordered]
-        inward = torch.where(ordinals(want)[ordered] < 0, 1, -1)
+        inward = torch.where(ordinals(want)[ordered] < 0, 1, -1) * (want[ordered] != 0)
     else:
         signed = got.to(torch.int64) - want.to(torch.int64)
         inward = torch.zeros_like(signed)

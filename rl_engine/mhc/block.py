@@ -8,10 +8,12 @@ gradients arrive as data, the gradient for its output leaves as data.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from rl_engine.mhc.capabilities import require_capabilities
 from rl_engine.mhc.contract import (
     COMB_SLICE,
     POST_SLICE,
@@ -19,7 +21,6 @@ from rl_engine.mhc.contract import (
     GradBoundary,
     LayerContract,
     ResidualBatch,
-    require_declared,
 )
 from rl_engine.mhc.operators import OperatorSet, Saved, reference_operators
 from rl_engine.mhc.operators.interface import check_arguments
@@ -121,6 +122,7 @@ def mhc_pre_rmsnorm_fused_fwd(
 
     hidden, normalized and residual are BF16 ``[T, D]``. saved: that of ``mhc_pre`` plus ``hidden`` and ``norm``.
     """
+    batch.norm.validate(batch.contract)
     _require(ops, batch)
     pre_fwd = mhc_pre_fwd if ops is None else ops.mhc_pre_fwd
     hidden, _, post, c, saved = pre_fwd(batch)
@@ -140,6 +142,7 @@ def mhc_block_forward(
     """
     contract = batch.contract
     batch.validate()
+    _require_profile(trace, batch)
     _require(ops, batch)
     parts = _parts(ops, contract)
     if contract.fusion_mode == "fused-pre-norm":
@@ -173,6 +176,7 @@ def mhc_block_backward(
     """
     contract = batch.contract
     grads.validate(batch)
+    _require_profile(trace, batch)
     _require(ops, batch)
     need("mhc_block_backward", saved, "c", "post", "hidden", "norm")
     parts = _parts(ops, contract)
@@ -221,18 +225,19 @@ def _parts(ops: OperatorSet | None, contract: LayerContract) -> Any:
 
 
 def _require(ops: OperatorSet | None, batch: ResidualBatch) -> None:
-    declare = capabilities if ops is None else getattr(ops, "capabilities", None)
-    who = "reference" if ops is None else str(getattr(ops, "name", type(ops).__name__))
-    declared = declare() if callable(declare) else None
-    require_declared(batch.contract, declared, who, batch.r_old.device, batch.row_geometry)
+    profile = batch.contract.numeric_profile
+    reference = SimpleNamespace(name="reference", numeric_profile=profile, capabilities=capabilities)
+    require_capabilities(reference if ops is None else ops, batch.contract, batch)
+
+
+def _require_profile(trace: MHCTrace | None, batch: ResidualBatch) -> None:
+    wanted = batch.contract.numeric_profile
+    if trace is not None and trace.numeric_profile != wanted:
+        raise ValueError(f"trace.numeric_profile: got {trace.numeric_profile!r}, want {wanted!r} (the contract's)")
 
 
 def _note(trace: MHCTrace, batch: ResidualBatch) -> None:
     contract = batch.contract
-    if trace.numeric_profile != contract.numeric_profile:
-        raise ValueError(
-            f"trace.numeric_profile: got {trace.numeric_profile!r}, want {contract.numeric_profile!r} (the contract's)"
-        )
     profile = get_profile(contract.numeric_profile)
     trace.note("reduction_tree", f"{profile.long_reduction_order}; {profile.stream_tree}")
     trace.note("fma", profile.fma)

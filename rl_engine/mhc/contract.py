@@ -62,7 +62,8 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 def _sha256_of(*parts: object) -> str:
     """SHA-256 of the parts as one JSON list, which keeps their borders and types apart."""
-    return hashlib.sha256(json.dumps(parts, separators=(",", ":")).encode()).hexdigest()
+    encoded = json.dumps(parts, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
+    return hashlib.sha256(encoded).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,8 @@ class LayerContract:
         _one_of("contract.fusion_mode", self.fusion_mode, FUSION_MODES)
         _one_of("contract.trainability", self.trainability, TRAINABILITY_MODES)
         _one_of("contract.gamma_dtype", self.gamma_dtype, tuple(GAMMA_DTYPES))
+        if not isinstance(self.numeric_profile, str):
+            raise ValueError(f"contract.numeric_profile: got {self.numeric_profile!r}, want a profile's id")
         try:
             get_profile(self.numeric_profile)
         except ValueError as error:
@@ -152,57 +155,6 @@ class LayerContract:
         contract = cls(**values)
         contract.validate()
         return contract
-
-
-CAPABILITY_KEYS = ("backend", "geometry", "devices", "fusion_modes", "trainability", "placements")
-
-
-def require_declared(
-    contract: LayerContract,
-    capabilities: object,
-    who: str,
-    device: torch.device | None = None,
-    row_geometry: str | None = None,
-) -> None:
-    """Raise ``NotImplementedError`` ("fail-closed") unless ``capabilities`` declares all that is asked for.
-
-    Asked for are the contract's fusion mode, trainability and placement, and, where given, the device's type and
-    the row geometry. ``capabilities`` must be a mapping with every key of ``CAPABILITY_KEYS``; all but ``backend``
-    list names. A list that is missing, empty or of another kind declares nothing. An optional ``hidden`` lists the
-    widths that are served; without it every width is.
-    """
-    if not isinstance(capabilities, Mapping):
-        raise NotImplementedError(
-            f"{who}: capabilities: got {type(capabilities).__name__}, want a declaration of modes (fail-closed)"
-        )
-    for key in CAPABILITY_KEYS:
-        if not capabilities.get(key):
-            raise NotImplementedError(
-                f"{who}: capabilities[{key!r}]: missing or empty, want a declaration (fail-closed)"
-            )
-    asked = {
-        "fusion_modes": contract.fusion_mode,
-        "trainability": contract.trainability,
-        "placements": contract.placement,
-        "devices": device.type if device is not None else None,
-        "geometry": row_geometry,
-    }
-    for key, wanted in asked.items():
-        declared = declared_names(capabilities, key)
-        if wanted is not None and wanted not in declared:
-            listed = ", ".join(sorted(declared)) or "no names"
-            raise NotImplementedError(f"{who}: {key}: want {wanted!r}, got a declaration of {listed} (fail-closed)")
-    widths = capabilities.get("hidden")
-    if widths is not None and (isinstance(widths, str) or contract.hidden not in widths):
-        raise NotImplementedError(f"{who}: hidden: want {contract.hidden}, got a declaration of {widths} (fail-closed)")
-
-
-def declared_names(capabilities: Mapping[str, Any], key: str) -> frozenset[str]:
-    """The names that ``capabilities[key]`` lists; none where it is missing or not a list, tuple or set of strings."""
-    value = capabilities.get(key)
-    if not isinstance(value, list | tuple | set | frozenset):
-        return frozenset()
-    return frozenset(name for name in value if isinstance(name, str))
 
 
 @dataclass(frozen=True, eq=False)
@@ -294,11 +246,15 @@ class ResidualBatch:
 
     def validate(self) -> None:
         """Raise unless contract, shapes, dtypes, devices, geometry and fingerprint all agree."""
+        for name, kind in (("contract", LayerContract), ("controller", ControllerParams), ("norm", NormParams)):
+            if not isinstance(getattr(self, name), kind):
+                raise TypeError(f"{name}: got {type(getattr(self, name)).__name__}, want {kind.__name__}")
         self.contract.validate()
         _one_of("row_geometry", self.row_geometry, ROW_GEOMETRIES)
-        if not isinstance(self.r_old, torch.Tensor) or self.r_old.dim() != 3:
-            got = tuple(self.r_old.shape) if isinstance(self.r_old, torch.Tensor) else type(self.r_old).__name__
-            raise ValueError(f"r_old: got {got}, want a tensor of shape [T, 4, D]")
+        if not isinstance(self.r_old, torch.Tensor):
+            raise TypeError(f"r_old: got {type(self.r_old).__name__}, want a torch.Tensor")
+        if self.r_old.dim() != 3:
+            raise ValueError(f"r_old: got shape {tuple(self.r_old.shape)}, want [T, 4, D]")
         t, d, device = self.tokens, self.contract.hidden, self.r_old.device
         check_tensor("r_old", self.r_old, (t, HC_MULT, d), checks.BF16, legend="[T, 4, D]")
         check_tensor("y_sublayer", self.y_sublayer, (t, d), checks.BF16, device, "[T, D]")
@@ -397,6 +353,8 @@ class GradBoundary:
         ``contract`` is the one of the batch that they belong to; with it stored, ``load`` can refuse another.
         """
         tensors = {name: getattr(self, name) for name in _GRAD_TENSORS}
+        if json.loads(json.dumps(self.metadata)) != self.metadata:
+            raise ValueError(f"metadata: got {self.metadata!r}, want what JSON keeps as it is (string keys, lists)")
         labels = {
             "schema_version": SCHEMA_VERSION,
             "contract": json.dumps(contract.to_dict() if contract is not None else None),
@@ -412,6 +370,8 @@ class GradBoundary:
         and their fingerprints differ.
         """
         tensors, labels = read_tensor_file(path, _GRADS_KIND, _GRAD_TENSORS)
+        if _label(labels, "schema_version") != SCHEMA_VERSION:
+            raise ValueError(f"schema_version: got {labels['schema_version']!r}, want {SCHEMA_VERSION!r}")
         stored = json.loads(_label(labels, "contract"))
         if stored is not None and contract is not None:
             recorded = LayerContract.from_dict(stored).fingerprint()
@@ -445,7 +405,6 @@ def _moved(owner: T, device: torch.device | str) -> T:
 
 __all__ = [
     "CANONICAL_FUSION_MODE",
-    "CAPABILITY_KEYS",
     "COMB_SLICE",
     "FUSION_MODES",
     "GAMMA_DTYPES",
@@ -468,8 +427,6 @@ __all__ = [
     "LayerContract",
     "NormParams",
     "ResidualBatch",
-    "declared_names",
-    "require_declared",
     "tensor_bytes",
     "tensor_sha256",
 ]

@@ -108,7 +108,9 @@ def bf16(draws: Draws, *shape: int, scale: float = 1.0) -> torch.Tensor:
 
 
 def gamma(draws: Draws, hidden: int, gamma_dtype: str) -> torch.Tensor:
-    """``1 + draw[D] * gamma_scale`` in the gamma dtype."""
+    """``1 + draw[D] * gamma_scale`` in the gamma dtype; ``ValueError`` for another name of one."""
+    if gamma_dtype not in GAMMA_DTYPES:
+        raise ValueError(f"gamma_dtype: got {gamma_dtype!r}, want one of: {', '.join(GAMMA_DTYPES)}")
     return (1 + draws(hidden, scale=draws.gamma_scale)).to(GAMMA_DTYPES[gamma_dtype])
 
 

@@ -154,9 +154,10 @@ def load_manifest(path: str | os.PathLike[str] | None = None, *, numeric_profile
         manifest = json.loads(source.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{source}: not a JSON file ({error})") from None
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("cases"), dict):
-        raise ValueError(f"{source}: not a golden manifest: no 'cases'")
-    return manifest
+    cases = manifest.get("cases") if isinstance(manifest, dict) else None
+    if not isinstance(cases, dict) or not all(isinstance(hashes, dict) for hashes in cases.values()):
+        raise ValueError(f"{source}: not a golden manifest: want 'cases', each with its hashes")
+    return dict(manifest)
 
 
 def moved_hashes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -17,7 +17,8 @@ import torch
 
 from rl_engine.mhc import block
 from rl_engine.mhc.block import Grads
-from rl_engine.mhc.contract import ORACLE_PROFILE, LayerContract, ResidualBatch, declared_names, require_declared
+from rl_engine.mhc.capabilities import declared_names, require_capabilities
+from rl_engine.mhc.contract import ORACLE_PROFILE, LayerContract, ResidualBatch
 from rl_engine.mhc.operators import OperatorSet, ReferenceOperators, Saved
 from rl_engine.mhc.operators.interface import LEAF_OPERATORS, OPERATORS
 
@@ -64,6 +65,12 @@ class ReferenceProvider(ReferenceOperators):
 
     name = "reference"
 
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        """A subclass that gives itself no name is known by its class's: its operators are not the reference's."""
+        super().__init_subclass__(**kwargs)
+        if "name" not in vars(cls):
+            cls.name = cls.__name__
+
     def __init__(self, numeric_profile: str = ORACLE_PROFILE) -> None:
         """The reference of a numeric profile; ``ValueError`` where its id is not known."""
         super().__init__(numeric_profile)
@@ -73,9 +80,11 @@ class ReferenceProvider(ReferenceOperators):
         return {**block.capabilities(), "backend": self.name}
 
     def provenance(self) -> dict[str, Any]:
-        """The four required facts, and for each leaf operator the backend that the class binds it to."""
+        """The four required facts, and the backend that the class binds each leaf operator and own composite to."""
         own = claimed_operators(self)
-        backends = {op: self.name if op in own else REFERENCE_BACKEND for op in LEAF_OPERATORS}
+        backends = {
+            op: self.name if op in own else REFERENCE_BACKEND for op in OPERATORS if op in own or op in LEAF_OPERATORS
+        }
         return {
             "requested_backend": self.name,
             "actual_backend": combined_backend(backends.values()),
@@ -121,12 +130,17 @@ def owning_task(operator: str) -> str:
 def _unimplemented(operator: str) -> Callable[..., NoReturn]:
     declared = getattr(OperatorSet, operator, None) or getattr(block, operator)
 
+    signature = inspect.signature(declared)
+    if "self" not in signature.parameters:
+        me = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        signature = signature.replace(parameters=[me, *signature.parameters.values()])
+
     @functools.wraps(declared)
     def refuse(*args: object, **kwargs: object) -> NoReturn:
         raise NotImplementedError(f"{operator}: not implemented, owned by {owning_task(operator)} (fail-closed)")
 
     refuse.__doc__ = f"Raise ``NotImplementedError`` naming {owning_task(operator)}."
-    vars(refuse)["unimplemented"] = True
+    vars(refuse).update(unimplemented=True, __signature__=signature)
     return refuse
 
 
@@ -198,7 +212,7 @@ def resolve_provider(spec: str, numeric_profile: str = "") -> MHCProvider:
         factory = getattr(importlib.import_module(module_name), attribute)
         chooses = numeric_profile and "numeric_profile" in inspect.signature(factory).parameters
         provider = factory(numeric_profile=numeric_profile) if chooses else factory()
-    except Exception as error:  # whatever a foreign module or constructor raises means that there is no such provider
+    except (Exception, SystemExit) as error:  # whatever foreign code raises, there is no such provider
         reason = " ".join(str(error).split()) or "no message"
         raise ValueError(f"provider: cannot load {spec!r}: {type(error).__name__}: {reason}") from error
     missing = [name for name in _PROVIDER_PARTS if not hasattr(provider, name)]
@@ -215,19 +229,10 @@ _PROVIDER_PARTS = ("name", "numeric_profile", "capabilities", "provenance", *OPE
 def check_capability(provider: Any, contract: LayerContract, batch: ResidualBatch | None = None) -> None:
     """Raise ``NotImplementedError`` ("fail-closed") unless ``provider`` declares all that ``contract`` asks for.
 
-    It must declare the contract's numeric profile and modes, and for ``batch`` its device and row geometry. A
-    declaration that is missing or malformed is refused like one that says no. Runs no operator.
+    With ``batch``, its device and row geometry too. A declaration that is missing or malformed is refused like one
+    that says no. Runs no operator; see ``capabilities.require_capabilities``.
     """
-    who = str(getattr(provider, "name", type(provider).__name__))
-    profile = getattr(provider, "numeric_profile", None)
-    if profile != contract.numeric_profile:
-        raise NotImplementedError(
-            f"{who}: numeric_profile: want {contract.numeric_profile!r}, got {profile!r} (fail-closed)"
-        )
-    declare = getattr(provider, "capabilities", None)
-    declared = declare() if callable(declare) else None
-    device = None if batch is None else batch.r_old.device
-    require_declared(contract, declared, who, device, None if batch is None else batch.row_geometry)
+    require_capabilities(provider, contract, batch)
 
 
 def claimed_operators(provider: Any) -> frozenset[str]:
@@ -236,7 +241,7 @@ def claimed_operators(provider: Any) -> frozenset[str]:
     Those that ``capabilities()["operators"]`` lists, where it is there; otherwise each one whose binding is not the
     one of ``ReferenceProvider``.
     """
-    if type(provider).capabilities is not ReferenceProvider.capabilities:
+    if getattr(type(provider), "capabilities", None) is not ReferenceProvider.capabilities:
         declared = provider.capabilities()
         if isinstance(declared, dict) and "operators" in declared:
             return declared_names(declared, "operators")

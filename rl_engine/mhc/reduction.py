@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from rl_engine.mhc.float_mode import require_subnormals
+
 HC_MULT = 4
 LONG_REDUCTION_ORDER = "serial-ascending-left-fold"
 STREAM4_TREE = "(a0+a1)+(a2+a3)"
@@ -64,6 +66,7 @@ def fixed_sum(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
 
     Rounds once per addition. A ``TypeError`` names another dtype, a ``ValueError`` a 0-d tensor or a bad ``dim``.
     """
+    require_subnormals()
     steps = _along(widen("x", x), dim)
     lanes = steps.reshape(steps.shape[0], math.prod(steps.shape[1:]))
     folded = serial_fold(lambda lo, hi, some: lanes[lo:hi, some], lanes.shape[0], lanes.shape[1:], x.device)
@@ -73,6 +76,7 @@ def fixed_sum(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
 @torch.no_grad()
 def fixed_sumsq(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
     """Sum of squares over ``dim`` in ascending order, FP32 ``[...]``; each square rounds before it is added."""
+    require_subnormals(x.numel())
     wide = widen("x", x)
     return fixed_sum(wide * wide, dim)
 
@@ -88,6 +92,7 @@ def fixed_dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"fixed_dot: got shapes {tuple(a.shape)} and {tuple(b.shape)}, want [M, K] and [N, K]")
     if a.shape[1] != b.shape[1]:
         raise ValueError(f"fixed_dot: K of a is {a.shape[1]}, K of b is {b.shape[1]}; they must agree")
+    require_subnormals()
     rows, columns = _along(widen("a", a), 1), _along(widen("b", b), 1)
     return serial_fold(
         lambda lo, hi, some: rows[lo:hi, some, None] * columns[lo:hi, None, :],
@@ -100,7 +105,8 @@ def fixed_dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def stream4_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """``(a0 + a1) + (a2 + a3)`` of four FP32 tensors that broadcast; another number of parts is a ``ValueError``."""
-    a0, a1, a2, a3 = _four(parts)
+    a0, a1, a2, a3 = _four("stream4_sum", parts)
+    require_subnormals(a0.numel())
     return (a0 + a1) + (a2 + a3)
 
 
@@ -112,9 +118,9 @@ def stream4_sum_dim(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 @torch.no_grad()
 def stream4_max(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """The maximum over an axis of length 4 on the same tree; a NaN wins."""
-    a0, a1, a2, a3 = _split4(x, dim)
-    return torch.maximum(torch.maximum(a0, a1), torch.maximum(a2, a3))
+    """The maximum over an axis of length 4 on the same tree, FP32; a NaN wins, and of two equal values the later."""
+    a0, a1, a2, a3 = _four("stream4_max", _split4(x, dim))
+    return _larger(_larger(a0, a1), _larger(a2, a3))
 
 
 def _along(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -130,10 +136,15 @@ def _split4(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, ...]:
     return x.unbind(dim)
 
 
-def _four(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def _larger(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The larger of two; ``torch.maximum`` leaves the sign of a zero to its code path."""
+    return torch.where((a > b) | torch.isnan(a), a, b)
+
+
+def _four(name: str, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     if len(parts) != HC_MULT:
-        raise ValueError(f"stream4_sum: got {len(parts)} parts, want {HC_MULT}")
+        raise ValueError(f"{name}: got {len(parts)} parts, want {HC_MULT}")
     for i, part in enumerate(parts):
         if part.dtype != torch.float32:
-            raise TypeError(f"stream4_sum: parts[{i}] has dtype {part.dtype}, want torch.float32")
+            raise TypeError(f"{name}: parts[{i}] has dtype {part.dtype}, want torch.float32")
     return tuple(parts)

@@ -40,14 +40,18 @@ def read_tensor_file(
     """
     from safetensors import SafetensorError, safe_open
 
+    if Path(path).is_dir():
+        raise ValueError(f"{os.fspath(path)}: a folder, want a file")
     try:
         with safe_open(os.fspath(path), framework="pt", device="cpu") as file:
             labels = dict(file.metadata() or {})
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, IsADirectoryError) as error:
+    except SafetensorError as error:
         raise ValueError(f"{os.fspath(path)}: not a readable safetensors file ({error})") from None
     if labels.get("kind") != kind:
         raise ValueError(f"{os.fspath(path)}: kind: got {labels.get('kind')!r}, want {kind!r}")
+    if not _header_ends_in_blanks(path):
+        raise ValueError(f"{os.fspath(path)}: header was changed after it was written")
     wanted = set(names)
     for problem, which in (("missing", wanted - set(tensors)), ("unexpected", set(tensors) - wanted)):
         if which:
@@ -56,6 +60,13 @@ def read_tensor_file(
     if recorded != _digest(tensors, labels):
         raise ValueError(f"{os.fspath(path)}: digest does not match: the file was changed after it was written")
     return tensors, labels
+
+
+def _header_ends_in_blanks(path: str | os.PathLike[str]) -> bool:
+    """Whether blanks alone pad the header, as written: the digest covers what the header says, not its padding."""
+    with open(path, "rb") as file:
+        header = file.read(int.from_bytes(file.read(8), "little"))
+    return header.rstrip(b" ").endswith(b"}")
 
 
 def replace_file(path: str | os.PathLike[str], data: bytes) -> None:

@@ -176,6 +176,7 @@ def recording_ops(called: list[str]) -> SimpleNamespace:
 
     names = [n for n in dir(oracle) if n.endswith(("_fwd", "_bwd"))]
     ops = SimpleNamespace(**{n: noted(n) for n in names}, name="recording", capabilities=oracle.capabilities)
+    ops.numeric_profile = oracle.numeric_profile
     ops.mhc_pre_fwd = lambda batch: noted("mhc_pre_fwd")(batch, ops)
     ops.mhc_pre_bwd = lambda *args: noted("mhc_pre_bwd")(*args, ops)
     return ops

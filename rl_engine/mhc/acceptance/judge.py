@@ -136,7 +136,7 @@ def guarded(action: Callable[[], Any]) -> tuple[Any, Divergence | None]:
     """
     try:
         return action(), None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         text = " ".join(str(error).split()) or "no message"
         where = str(vars(error).get("mhc_operator", "block"))
         return None, Divergence(where, "error", f"{type(error).__name__}: {text}")

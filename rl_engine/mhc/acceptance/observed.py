@@ -42,10 +42,12 @@ class Observed:
         return {op: sorted(inside) for op, inside in sorted(self.reference_inside.items()) if op in self.claimed}
 
     def operator_backends(self) -> dict[str, str]:
-        """What each leaf operator that was called actually ran on: the provider's own backend or the reference."""
+        """What each leaf operator and own composite that was called actually ran on."""
         own = str(self.capabilities().get("backend", self.name))
         return {
-            op: REFERENCE_BACKEND if op in self.reference_inside else own for op in LEAF_OPERATORS if op in self.called
+            op: REFERENCE_BACKEND if op in self.reference_inside else own
+            for op in OPERATORS
+            if op in self.called and (op in LEAF_OPERATORS or op in self.claimed)
         }
 
     def actual_backend(self) -> str:
@@ -63,7 +65,7 @@ class Observed:
                 return function(*args, **kwargs)
             with reference_calls(self._heard):
                 return function(*args, **kwargs)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             vars(error).setdefault("mhc_operator", operator)
             raise
         finally:

@@ -12,13 +12,13 @@ from rl_engine.mhc.acceptance.judge import guarded
 from rl_engine.mhc.acceptance.observed import Observed
 from rl_engine.mhc.acceptance.verdict import Check, Divergence
 from rl_engine.mhc.block import SUPPORTED_FUSION, SUPPORTED_PLACEMENTS, SUPPORTED_TRAINABILITY, mhc_block_forward
+from rl_engine.mhc.capabilities import declared_names
 from rl_engine.mhc.contract import (
     FUSION_MODES,
     PLACEMENTS,
     ROW_GEOMETRIES,
     TRAINABILITY_MODES,
     ResidualBatch,
-    declared_names,
 )
 from rl_engine.mhc.operators.interface import OPERATORS, OperatorSet, parameters_of
 

@@ -89,7 +89,7 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
 
 def div(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """The IEEE FP32 quotient of two tensors that broadcast."""
-    require_subnormals()
+    require_subnormals(max(a.numel(), b.numel()))
     return _canonical(torch.div(_fp32("dividend", a), _fp32("divisor", b)))
 
 
