@@ -20,6 +20,7 @@ from rich.table import Table
 from rl_engine.mhc.acceptance.cases import DEFAULT_TOKENS, captured_case
 from rl_engine.mhc.acceptance.runner import Options, available_cases, judge_provider
 from rl_engine.mhc.contract import GradBoundary, ResidualBatch
+from rl_engine.mhc.profiles import get_profile
 from rl_engine.mhc.provider import ALIASES, resolve_provider
 from rl_engine.mhc.reports import render_json, render_text, write_json
 from rl_engine.mhc.reports.text import render_line
@@ -41,6 +42,7 @@ def _root() -> None:
 @app.command()
 def check(
     provider: Annotated[str, typer.Option(help="alias (reference, stub) or module.path:ClassName")] = "reference",
+    profile: Annotated[str, typer.Option(help="run the cases under this numeric profile")] = "",
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="where the provider and the oracle run")] = "cpu",
     cases: Annotated[str, typer.Option(help="only these cases, separated by commas")] = "",
     geometry: Annotated[
@@ -65,6 +67,7 @@ def check(
             cases=tuple(name.strip() for name in cases.split(",") if name.strip()),
             seed=seed,
             repeat=repeat,
+            numeric_profile=profile,
             captured=_captured(
                 batch, grads, (bool(cases), tokens is not None, seed is not None, geometry != "fixture")
             ),
@@ -73,7 +76,8 @@ def check(
             _list(options, out)
             raise typer.Exit(EXIT_PASS)
         _writable(json)
-        candidate = resolve_provider(provider)
+        _known(profile, err)
+        candidate = resolve_provider(provider, profile)
         with _progress(err, hidden=quiet) as progress:
             verdict = judge_provider(candidate, options, progress)
         if str(json) == "-":
@@ -139,6 +143,16 @@ def _captured(batch: Path | None, grads: Path | None, drawn: tuple[bool, ...]): 
 def _writable(json: Path | None) -> None:
     if json is not None and str(json) != "-" and (json.is_dir() or not json.parent.is_dir()):
         raise UsageError(f"--json: cannot write {json}: its folder does not exist, or it is a folder")
+
+
+def _known(profile: str, err: Console) -> None:
+    """An unknown profile is a refusal, not a wrong call: nobody can judge by it."""
+    try:
+        if profile:
+            get_profile(profile)
+    except ValueError as error:
+        err.print(f"refused: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(EXIT_FAIL) from None
 
 
 def _list(options: Options, out: Console) -> None:

@@ -20,7 +20,7 @@ import torch
 from rl_engine.mhc import checks
 from rl_engine.mhc.bits import tensor_bytes, tensor_sha256
 from rl_engine.mhc.checks import check_tensor
-from rl_engine.mhc.elementary import ORACLE_PROFILE
+from rl_engine.mhc.elementary import ORACLE_PROFILE, PORTABLE_PROFILE
 from rl_engine.mhc.profiles import get_profile
 from rl_engine.mhc.reduction import HC_MULT
 from rl_engine.mhc.tensor_file import read_tensor_file, write_tensor_file
@@ -412,6 +412,7 @@ __all__ = [
     "MHC_EPS",
     "ORACLE_PROFILE",
     "PLACEMENTS",
+    "PORTABLE_PROFILE",
     "POST_SLICE",
     "PRE_SLICE",
     "PROD_CONTROLLER_N",

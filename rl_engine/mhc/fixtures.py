@@ -1,15 +1,13 @@
-"""Seeded cases, operator edge inputs, and the golden manifest of published hashes.
+"""Seeded cases, operator edge inputs, and the golden manifests.
 
-Every draw is ``torch.randn`` from a CPU generator seeded with the case name, in a fixed order, so the inputs are
-the same wherever that generator is. ``python -m rl_engine.mhc.fixtures`` prints the manifest, ``--write-manifest``
-writes it.
+``python -m rl_engine.mhc.fixtures`` prints a manifest, ``--write-manifest`` writes it. The inputs themselves are
+described in ``fixture_inputs``.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import hashlib
 import json
 import os
 import sys
@@ -19,141 +17,90 @@ from typing import Any
 
 import torch
 
-from rl_engine.mhc import oracle
 from rl_engine.mhc.bits import tensor_sha256
-from rl_engine.mhc.block import GRAD_KEYS
+from rl_engine.mhc.block import GRAD_KEYS, mhc_block_backward, mhc_block_forward
 from rl_engine.mhc.contract import (
-    GAMMA_DTYPES,
     HC_MULT,
     ORACLE_PROFILE,
+    PORTABLE_PROFILE,
     RMSNORM_EPS,
     SCHEMA_VERSION,
-    ControllerParams,
     GradBoundary,
     LayerContract,
-    NormParams,
     ResidualBatch,
 )
+from rl_engine.mhc.fixture_inputs import (
+    BLOCK_CASES,
+    FIXTURE_HIDDEN,
+    HOSTILE_CASES,
+    WIDE_CASES,
+    BlockCase,
+    bf16,
+    draw_grads,
+    draws_for,
+    gamma,
+)
+from rl_engine.mhc.operators import reference_operators
 from rl_engine.mhc.tensor_file import replace_file
 from rl_engine.mhc.trace import MHCTrace
 
-FIXTURE_HIDDEN = 128
-LAYER_INDEX = 3
-
-
-@dataclasses.dataclass(frozen=True)
-class BlockCase:
-    """One published block case: T, the row geometry, and the modes."""
-
-    tokens: int
-    row_geometry: str = "packed"
-    fusion_mode: str = "unfused"
-    trainability: str = "full"
-
-
-BLOCK_CASES = {
-    "one_row": BlockCase(1, row_geometry="one-row"),
-    "packed_t16": BlockCase(16),
-    "packed_t7_odd": BlockCase(7),
-    "fused_pre_norm": BlockCase(16, fusion_mode="fused-pre-norm"),
-    "mixer_frozen": BlockCase(16, trainability="mixer-frozen"),
-}
 SINKHORN_EDGES = "sinkhorn_edges"
 RMS_EDGES = "rms_edges"
+
+GOLDEN_CASES: dict[str, dict[str, BlockCase]] = {
+    ORACLE_PROFILE: BLOCK_CASES,
+    PORTABLE_PROFILE: BLOCK_CASES | HOSTILE_CASES | WIDE_CASES,
+}
+"""Numeric profile to the block cases of its manifest."""
+
+_MANIFEST_FILES = {ORACLE_PROFILE: "golden_hashes.json", PORTABLE_PROFILE: "golden_hashes_portable.json"}
 
 Manifest = dict[str, Any]
 
 
-class Draws:
-    """The generator of one name: ``torch.randn(shape) * scale``, FP32, in the order of the calls."""
-
-    def __init__(self, name: str) -> None:
-        """Seed with ``2026 + int.from_bytes(sha256(name)[:4], "little")``."""
-        seed = 2026 + int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
-        self._generator = torch.Generator(device="cpu").manual_seed(seed)
-
-    def __call__(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
-        """The next draw, FP32 on the CPU."""
-        values = torch.randn(shape, generator=self._generator, dtype=torch.float32, device="cpu")
-        return values * scale
-
-    def bf16(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
-        """The next draw, rounded to BF16."""
-        return self(*shape, scale=scale).to(torch.bfloat16)
-
-    def gamma(self, hidden: int, gamma_dtype: str) -> torch.Tensor:
-        """``1 + randn[D] * 0.05`` in the gamma dtype."""
-        if gamma_dtype not in GAMMA_DTYPES:
-            raise ValueError(f"gamma_dtype: got {gamma_dtype!r}, want one of: {', '.join(GAMMA_DTYPES)}")
-        return (1 + self(hidden, scale=0.05)).to(GAMMA_DTYPES[gamma_dtype])
+def make_contract(name: str, *, gamma_dtype: str | None = None, numeric_profile: str = ORACLE_PROFILE) -> LayerContract:
+    """The contract of a block case, its gamma dtype replaced where one is given; ``ValueError`` for an unknown name."""
+    return _block_case(name, gamma_dtype).contract(numeric_profile)
 
 
-def draw_batch(name: str, tokens: int, contract: LayerContract, row_geometry: str = "packed") -> ResidualBatch:
-    """A sealed batch of T tokens at the contract's width, drawn from the generator ``name``."""
-    draws, d, k = Draws(name), contract.hidden, contract.flat_k
-    r_old, y = draws.bf16(tokens, HC_MULT, d), draws.bf16(tokens, d)
-    weight = draws(contract.controller_n, k, scale=1 / k**0.5)
-    alphas = [draws(1, scale=0.5) for _ in range(3)]
-    bias = draws(contract.controller_n, scale=0.1)
-    batch = ResidualBatch(
-        r_old=r_old,
-        y_sublayer=y,
-        controller=ControllerParams(weight, alphas[0], alphas[1], alphas[2], bias),
-        norm=NormParams(draws.gamma(d, contract.gamma_dtype)),
-        token_id=torch.arange(tokens, dtype=torch.int64, device="cpu") + 1000,
-        contract=contract,
-        row_geometry=row_geometry,
-    )
-    return batch.sealed()
-
-
-def make_contract(name: str, *, gamma_dtype: str = "bfloat16", numeric_profile: str = ORACLE_PROFILE) -> LayerContract:
-    """The contract of a published block case; ``ValueError`` for an unknown name."""
-    case = _block_case(name)
-    return LayerContract(
-        hidden=FIXTURE_HIDDEN,
-        layer_index=LAYER_INDEX,
-        fusion_mode=case.fusion_mode,
-        trainability=case.trainability,
-        gamma_dtype=gamma_dtype,
-        numeric_profile=numeric_profile,
-    )
-
-
-def make_batch(name: str, *, gamma_dtype: str = "bfloat16", numeric_profile: str = ORACLE_PROFILE) -> ResidualBatch:
-    """The sealed batch of a published block case, on the CPU."""
-    case = _block_case(name)
-    contract = make_contract(name, gamma_dtype=gamma_dtype, numeric_profile=numeric_profile)
-    return draw_batch(name, case.tokens, contract, case.row_geometry)
+def make_batch(name: str, *, gamma_dtype: str | None = None, numeric_profile: str = ORACLE_PROFILE) -> ResidualBatch:
+    """The sealed batch of a block case, on the CPU, drawn for the profile."""
+    return _block_case(name, gamma_dtype).batch(name, numeric_profile)
 
 
 def make_grads(name: str, batch: ResidualBatch) -> GradBoundary:
-    """The gradients that arrive at ``batch``, BF16, drawn from the generator ``name + ".grad"``."""
-    draws, t, d = Draws(f"{name}.grad"), batch.tokens, batch.hidden
-    grads = GradBoundary(draws.bf16(t, HC_MULT, d), draws.bf16(t, d), draws.bf16(t, d, scale=0.25))
-    return grads.to(batch.r_old.device)
+    """The gradients that arrive at ``batch``, BF16, from the stream ``name + ".grad"`` of its profile."""
+    return draw_grads(name, batch)
 
 
-def make_sinkhorn_edge_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def make_sinkhorn_edge_inputs(
+    numeric_profile: str = ORACLE_PROFILE,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """``(h[4, 24], dpre[4, 4], dpost[4, 4], dc[4, 4, 4])``, FP32: saturated, shifted, zero and one-hot logits."""
     mixed = [0.5, -0.5, 2.0, -2.0, 1.0, -1.0, 3.0, -3.0, 40.0, -40.0] + [0.0] * 14
     rows = [[-30.0, -8.0, 8.0, 30.0] * 6, [0.0] * 8 + [0.75] * 16, [0.0] * 24, mixed]
-    draws = Draws(f"{SINKHORN_EDGES}.grad")
-    return torch.tensor(rows, dtype=torch.float32, device="cpu"), draws(4, 4), draws(4, 4), draws(4, 4, 4)
+    draws = draws_for(numeric_profile, f"{SINKHORN_EDGES}.grad")
+    h = torch.tensor(rows, dtype=torch.float32, device="cpu")
+    return h, draws(4, HC_MULT), draws(4, HC_MULT), draws(4, HC_MULT, HC_MULT)
 
 
 def make_rms_edge_inputs(
-    gamma_dtype: str = "bfloat16",
+    gamma_dtype: str = "bfloat16", numeric_profile: str = ORACLE_PROFILE, hidden: int = FIXTURE_HIDDEN
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``(x[4, 128], gamma[128], dy[4, 128], d_residual[4, 128])``: zero, tiny, constant and ramp rows.
+    """``(x[4, D], gamma[D], dy[4, D], d_residual[4, D])``: zero, tiny, constant and ramp rows.
 
-    All BF16; gamma in its own dtype.
+    All BF16; gamma in its own dtype. The published ramp is ``torch.linspace(-8, 8)``; other profiles take one whose
+    steps are exact.
     """
-    d, ramp = FIXTURE_HIDDEN, torch.linspace(-8, 8, FIXTURE_HIDDEN, dtype=torch.float32, device="cpu")
+    if numeric_profile == ORACLE_PROFILE:
+        ramp = torch.linspace(-8, 8, hidden, dtype=torch.float32, device="cpu")
+    else:
+        ramp = (2 * torch.arange(hidden, dtype=torch.float32, device="cpu") - (hidden - 1)) * 2.0**-4
     rows = [torch.full_like(ramp, value) for value in (0.0, 2.0**-12, 4.0)]
-    draws = Draws(f"{RMS_EDGES}.grad")
+    draws = draws_for(numeric_profile, f"{RMS_EDGES}.grad")
     x = torch.stack([*rows, ramp]).to(torch.bfloat16)
-    return x, Draws(f"{RMS_EDGES}.gamma").gamma(d, gamma_dtype), draws.bf16(4, d), draws.bf16(4, d, scale=0.25)
+    weight = gamma(draws_for(numeric_profile, f"{RMS_EDGES}.gamma"), hidden, gamma_dtype)
+    return x, weight, bf16(draws, 4, hidden), bf16(draws, 4, hidden, scale=0.25)
 
 
 def slice_batch(batch: ResidualBatch, start: int, stop: int) -> ResidualBatch:
@@ -169,35 +116,40 @@ def slice_batch(batch: ResidualBatch, start: int, stop: int) -> ResidualBatch:
     )
 
 
-def golden_manifest(gamma_dtype: str = "bfloat16") -> Manifest:
-    """The hashes of every boundary and gradient of the seven cases: ``{schema_version, numeric_profile, ...}``."""
-    cases = {name: _block_hashes(name, gamma_dtype) for name in BLOCK_CASES}
-    h, dpre, dpost, dc = make_sinkhorn_edge_inputs()
-    pre, post, c, saved = oracle.hc_split_sinkhorn_fwd(h)
-    dh = oracle.hc_split_sinkhorn_bwd(dpre, dpost, dc, saved)
+def golden_manifest(gamma_dtype: str | None = None, *, numeric_profile: str = ORACLE_PROFILE) -> Manifest:
+    """The hashes of every boundary and gradient of a profile's cases: ``{schema_version, numeric_profile, ...}``.
+
+    ``gamma_dtype`` replaces that of every case. ``ValueError`` for a profile without golden cases.
+    """
+    cases = {name: _block_hashes(name, gamma_dtype, numeric_profile) for name in _golden_cases(numeric_profile)}
+    ops = reference_operators(numeric_profile)
+    h, dpre, dpost, dc = make_sinkhorn_edge_inputs(numeric_profile)
+    pre, post, c, saved = ops.hc_split_sinkhorn_fwd(h)
+    dh = ops.hc_split_sinkhorn_bwd(dpre, dpost, dc, saved)
     cases[SINKHORN_EDGES] = _hashes(**{"pre": pre, "post": post, "c": c, "grad.dh": dh})
-    x, gamma, dy, d_residual = make_rms_edge_inputs(gamma_dtype)
-    y, residual, saved = oracle.rmsnorm_residual_fwd(x, gamma, RMSNORM_EPS)
-    dx, dgamma = oracle.rmsnorm_residual_bwd(dy, d_residual, x, gamma, saved)
+    x, weight, dy, d_residual = make_rms_edge_inputs(gamma_dtype or "bfloat16", numeric_profile)
+    y, residual, saved = ops.rmsnorm_residual_fwd(x, weight, RMSNORM_EPS)
+    dx, dgamma = ops.rmsnorm_residual_bwd(dy, d_residual, x, weight, saved)
     cases[RMS_EDGES] = _hashes(**{"y": y, "residual": residual, "grad.dx": dx, "grad.dgamma": dgamma})
     return {
         "schema_version": SCHEMA_VERSION,
-        "numeric_profile": ORACLE_PROFILE,
+        "numeric_profile": numeric_profile,
         "fixture_hidden": FIXTURE_HIDDEN,
         "cases": cases,
     }
 
 
-def manifest_path() -> Path:
-    """Where the committed manifest is: in the checkout, or beside the package where it is installed from a wheel."""
+def manifest_path(numeric_profile: str = ORACLE_PROFILE) -> Path:
+    """Where a committed manifest is: in the checkout, or beside the package where it is installed from a wheel."""
+    _golden_cases(numeric_profile)
     package = Path(__file__).resolve().parent
-    checkout = package.parent.parent / "tests" / "fixtures" / "p1" / "golden_hashes.json"
-    return checkout if checkout.parent.is_dir() else package / "_golden" / "golden_hashes.json"
+    checkout = package.parent.parent / "tests" / "fixtures" / "p1"
+    return (checkout if checkout.is_dir() else package / "_golden") / _MANIFEST_FILES[numeric_profile]
 
 
-def load_manifest(path: str | os.PathLike[str] | None = None) -> Manifest:
-    """The manifest at ``path`` (default: the committed one); ``ValueError`` where it is not a manifest."""
-    source = Path(path) if path is not None else manifest_path()
+def load_manifest(path: str | os.PathLike[str] | None = None, *, numeric_profile: str = ORACLE_PROFILE) -> Manifest:
+    """The manifest at ``path`` (default: the profile's committed one); ``ValueError`` where it is not a manifest."""
+    source = Path(path) if path is not None else manifest_path(numeric_profile)
     try:
         manifest = json.loads(source.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -214,16 +166,19 @@ def moved_hashes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
 
 
-def write_manifest(path: str | os.PathLike[str] | None = None, *, reason: str = "") -> list[str]:
-    """Write the manifest to ``path`` (default: the committed one), atomically, and return the hashes that moved.
+def write_manifest(
+    path: str | os.PathLike[str] | None = None, *, numeric_profile: str = ORACLE_PROFILE, reason: str = ""
+) -> list[str]:
+    """Write a profile's manifest to ``path`` (default: its committed place), atomically; return the hashes that moved.
 
     Hashes move against the manifest at ``path``, or where there is none against the committed one. If any does, a
     ``reason`` is required; without one, ``ValueError`` and nothing is written.
     """
-    target = Path(path) if path is not None else manifest_path()
-    manifest = golden_manifest()
-    committed = next((p for p in (target, manifest_path()) if p.exists()), None)
-    moved = moved_hashes(load_manifest(committed), manifest) if committed is not None else []
+    committed = manifest_path(numeric_profile)
+    target = Path(path) if path is not None else committed
+    manifest = golden_manifest(numeric_profile=numeric_profile)
+    before = next((place for place in (target, committed) if place.exists()), None)
+    moved = moved_hashes(load_manifest(before), manifest) if before is not None else []
     if moved and not reason.strip():
         raise ValueError(f"{target}: {len(moved)} hashes would move and no reason is given: {', '.join(moved)}")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -232,37 +187,48 @@ def write_manifest(path: str | os.PathLike[str] | None = None, *, reason: str = 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the manifest, or write it: exit 0, or 1 where it would move hashes without a reason."""
+    """Print a manifest, or write it: exit 0, or 1 where it would move hashes without a reason."""
     parser = argparse.ArgumentParser(prog="python -m rl_engine.mhc.fixtures", description=main.__doc__)
     parser.add_argument("--write-manifest", action="store_true", help="write the manifest instead of printing it")
     parser.add_argument("--path", type=Path, default=None, help="where to (default: the committed manifest)")
+    parser.add_argument("--profile", default=ORACLE_PROFILE, choices=sorted(GOLDEN_CASES), help="the numeric profile")
     parser.add_argument("--reason", default="", help="why hashes may move; required where they do")
     options = parser.parse_args(argv)
     if not options.write_manifest:
-        print(json.dumps(golden_manifest(), indent=2, sort_keys=True))
+        print(json.dumps(golden_manifest(numeric_profile=options.profile), indent=2, sort_keys=True))
         return 0
     try:
-        moved = write_manifest(options.path, reason=options.reason)
+        moved = write_manifest(options.path, numeric_profile=options.profile, reason=options.reason)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         print('give --reason "..." to move hashes on purpose', file=sys.stderr)
         return 1
     for key in moved:
         print(f"moved: {key}")
-    print(f"wrote {options.path or manifest_path()}: {len(moved)} hashes moved")
+    print(f"wrote {options.path or manifest_path(options.profile)}: {len(moved)} hashes moved")
     return 0
 
 
-def _block_case(name: str) -> BlockCase:
-    if name not in BLOCK_CASES:
-        raise ValueError(f"case: got {name!r}, want one of: {', '.join(BLOCK_CASES)}")
-    return BLOCK_CASES[name]
+def _golden_cases(numeric_profile: str) -> dict[str, BlockCase]:
+    if numeric_profile not in GOLDEN_CASES:
+        raise ValueError(
+            f"numeric_profile: {numeric_profile!r} has no golden cases, want one of: {', '.join(GOLDEN_CASES)}"
+        )
+    return GOLDEN_CASES[numeric_profile]
 
 
-def _block_hashes(name: str, gamma_dtype: str) -> dict[str, str]:
-    batch, trace = make_batch(name, gamma_dtype=gamma_dtype), MHCTrace()
-    r_new, saved = oracle.mhc_block_forward(batch, trace)
-    grads = oracle.mhc_block_backward(batch, saved, make_grads(name, batch), trace)
+def _block_case(name: str, gamma_dtype: str | None = None) -> BlockCase:
+    cases = BLOCK_CASES | HOSTILE_CASES | WIDE_CASES
+    if name not in cases:
+        raise ValueError(f"case: got {name!r}, want one of: {', '.join(cases)}")
+    return cases[name] if gamma_dtype is None else dataclasses.replace(cases[name], gamma_dtype=gamma_dtype)
+
+
+def _block_hashes(name: str, gamma_dtype: str | None, numeric_profile: str) -> dict[str, str]:
+    batch = make_batch(name, gamma_dtype=gamma_dtype, numeric_profile=numeric_profile)
+    trace = MHCTrace(numeric_profile)
+    r_new, saved = mhc_block_forward(batch, trace)
+    grads = mhc_block_backward(batch, saved, make_grads(name, batch), trace)
     present = {f"grad.{key}": tensor for key in GRAD_KEYS if (tensor := grads[key]) is not None}
     return trace.hashes() | _hashes(**present, r_new=r_new)
 

@@ -195,8 +195,11 @@ ALIASES: dict[str, str] = {
 }
 
 
-def resolve_provider(spec: str) -> MHCProvider:
+def resolve_provider(spec: str, numeric_profile: str = "") -> MHCProvider:
     """The provider of an alias or of ``module.path:ClassName``, constructed without arguments.
+
+    With ``numeric_profile``, a class whose constructor has a parameter of that name is given it; any other keeps
+    the profile that it declares, and the gate decides.
 
     ``ValueError``, in one line, where there is no such alias, module or class, where constructing it fails, or
     where the result lacks a part of ``MHCProvider``.
@@ -206,11 +209,10 @@ def resolve_provider(spec: str) -> MHCProvider:
     if not (module_name and colon and attribute):
         raise ValueError(f"provider: got {spec!r}, want one of {', '.join(ALIASES)}, or module.path:ClassName")
     try:
-        provider = getattr(importlib.import_module(module_name), attribute)()
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # whatever a foreign module or constructor raises means that there is no such provider
+        factory = getattr(importlib.import_module(module_name), attribute)
+        chooses = numeric_profile and "numeric_profile" in inspect.signature(factory).parameters
+        provider = factory(numeric_profile=numeric_profile) if chooses else factory()
+    except (Exception, SystemExit) as error:  # whatever foreign code raises, there is no such provider
         reason = " ".join(str(error).split()) or "no message"
         raise ValueError(f"provider: cannot load {spec!r}: {type(error).__name__}: {reason}") from error
     missing = [name for name in _PROVIDER_PARTS if not hasattr(provider, name)]

@@ -31,6 +31,7 @@ from rl_engine.mhc.acceptance.judge import (
 from rl_engine.mhc.acceptance.verdict import Check, Divergence
 from rl_engine.mhc.block import mhc_block_backward, mhc_block_forward
 from rl_engine.mhc.contract import GradBoundary, ResidualBatch
+from rl_engine.mhc.profiles import get_profile
 
 GROUP = "invariance"
 SAMPLED_ROWS = 32
@@ -54,6 +55,7 @@ class Prober:
     def __init__(self, ops: Any, case: Case, base: Run) -> None:
         """``base`` is the candidate's own first run of ``case``."""
         self.ops, self.case, self.base = ops, case, base
+        self.profile = get_profile(case.batch.contract.numeric_profile)
 
     def check(self, name: str, probe: Callable[[], tuple[int, tuple[Divergence, ...]]]) -> Check:
         """The check of one probe: how many runs were compared, and the divergences of the first that differs."""
@@ -114,7 +116,7 @@ class Prober:
             moved = self.run(pair)
             index = torch.tensor(order, device=self.case.batch.r_old.device)
             found = compare(rows(moved, slice(None)), rows(self.base.tensors, index))
-            found = found or compare(moved, run_block(None, *pair).tensors)
+            found = found or compare(moved, run_block(None, *pair).tensors, self.profile)
             if found:
                 return 2, _located(found, label)
         return 2, ()
@@ -199,7 +201,8 @@ def sweep(ops: Any, case: Case, tokens: int) -> Check:
     order = [i % case.batch.tokens for i in range(tokens)]
     index = torch.tensor(order, dtype=torch.int64, device=case.batch.r_old.device)
     pair = layouts.selected(case.batch, case.grads, index)
-    outcome, error = guarded(lambda: compare(run_block(ops, *pair).tensors, run_block(None, *pair).tensors))
+    profile = get_profile(case.batch.contract.numeric_profile)
+    outcome, error = guarded(lambda: compare(run_block(ops, *pair).tensors, run_block(None, *pair).tensors, profile))
     found = (error,) if error is not None else outcome
     detail = "" if not found else f"{found[0].boundary} at T={tokens}: {found[0].message}"
     return Check(GROUP, f"batch of {tokens}", case.name, "fail" if found else "pass", 1, detail, tuple(found))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rl_engine.mhc.acceptance.verdict import DATAFLOW, Divergence
-from rl_engine.mhc.bits import TensorDifference, differing, same_bytes, tensor_difference
+from rl_engine.mhc.bits import TensorDifference, differing, ordinals, same_bytes, tensor_difference
 from rl_engine.mhc.block import (
     CONTROLLER_GRADS,
     backward_boundaries,
@@ -20,6 +20,7 @@ from rl_engine.mhc.block import (
 )
 from rl_engine.mhc.contract import GradBoundary, ResidualBatch
 from rl_engine.mhc.operators import OperatorSet
+from rl_engine.mhc.profiles import NumericProfile, Tolerance
 from rl_engine.mhc.trace import FORWARD_BOUNDARIES
 
 TOKEN_WISE = frozenset(FORWARD_BOUNDARIES) | {
@@ -49,14 +50,22 @@ def run_block(ops: OperatorSet | None, batch: ResidualBatch, grads: GradBoundary
     return Run({name: tensors[name] for name in DATAFLOW if name in tensors}, saved)
 
 
-def compare(candidate: Mapping[str, Any], reference: Mapping[str, Any]) -> tuple[Divergence, ...]:
-    """The divergences of two sets of named tensors, in the order of ``reference``."""
-    found = (compare_tensor(name, candidate.get(name), want) for name, want in reference.items())
+def compare(
+    candidate: Mapping[str, Any], reference: Mapping[str, Any], profile: NumericProfile | None = None
+) -> tuple[Divergence, ...]:
+    """The divergences of two sets of named tensors, in the order of ``reference``.
+
+    Bytes must be equal, but where ``profile`` is given and has a tolerance for the boundary.
+    """
+    found = (
+        compare_tensor(name, candidate.get(name), want, None if profile is None else profile.allowed(name))
+        for name, want in reference.items()
+    )
     return tuple(divergence for divergence in found if divergence is not None)
 
 
-def compare_tensor(name: str, got: object, want: object) -> Divergence | None:
-    """The divergence of one tensor from its reference: presence, then dtype, shape, device, bytes."""
+def compare_tensor(name: str, got: object, want: object, tolerance: Tolerance | None = None) -> Divergence | None:
+    """The divergence of one tensor from its reference: presence, then dtype, shape, device, bytes or tolerance."""
     if want is None or got is None or not isinstance(got, torch.Tensor) or not isinstance(want, torch.Tensor):
         if got is None and want is None:
             return None
@@ -68,7 +77,7 @@ def compare_tensor(name: str, got: object, want: object) -> Divergence | None:
     if got.device != want.device:
         return Divergence(name, "device", f"got {got.device}, want {want.device}")
     difference = tensor_difference(got, want)
-    if difference is None:
+    if difference is None or (tolerance is not None and _within(got, want, tolerance)):
         return None
     message = f"{difference.count} of {difference.total} elements differ"
     return Divergence(name, "bytes", message, difference, _hint(difference, got, want))
@@ -131,6 +140,15 @@ def guarded(action: Callable[[], Any]) -> tuple[Any, Divergence | None]:
         text = " ".join(str(error).split()) or "no message"
         where = str(vars(error).get("mhc_operator", "block"))
         return None, Divergence(where, "error", f"{type(error).__name__}: {text}")
+
+
+def _within(got: torch.Tensor, want: torch.Tensor, tolerance: Tolerance) -> bool:
+    """Whether every element is near enough; a NaN is near a NaN alone, an infinity near itself alone."""
+    near = ~differing(got, want)
+    finite = torch.isfinite(got) & torch.isfinite(want)
+    near |= finite & ((ordinals(got) - ordinals(want)).abs() <= tolerance.ulp)
+    near |= finite & ((got.double() - want.double()).abs() <= tolerance.atol + tolerance.rtol * want.double().abs())
+    return bool(near.all())
 
 
 def _kind(value: object) -> str:

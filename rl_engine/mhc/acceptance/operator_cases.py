@@ -13,14 +13,8 @@ from typing import Any
 import torch
 
 from rl_engine.mhc.contract import HC_MULT, MHC_EPS, PROD_CONTROLLER_N, RMSNORM_EPS
-from rl_engine.mhc.fixtures import (
-    FIXTURE_HIDDEN,
-    RMS_EDGES,
-    SINKHORN_EDGES,
-    Draws,
-    make_rms_edge_inputs,
-    make_sinkhorn_edge_inputs,
-)
+from rl_engine.mhc.fixture_inputs import PhiloxDraws, bf16
+from rl_engine.mhc.fixtures import RMS_EDGES, SINKHORN_EDGES, make_rms_edge_inputs, make_sinkhorn_edge_inputs
 
 Outputs = dict[str, torch.Tensor]
 Inputs = tuple[torch.Tensor, ...]
@@ -28,11 +22,14 @@ Inputs = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class OperatorCase:
-    """One set of inputs for one operator: draw them with ``inputs(hidden)``, run them with ``run(ops, inputs)``."""
+    """One set of inputs for one operator: ``run(ops, inputs(hidden, numeric_profile))``.
+
+    The published edges are drawn as their profile draws them, all others by Philox.
+    """
 
     name: str
     about: str
-    inputs: Callable[[int], Inputs]
+    inputs: Callable[[int, str], Inputs]
     run: Callable[[Any, Inputs], Outputs]
 
 
@@ -87,72 +84,65 @@ def run_fixed_gemm(ops: Any, inputs: Inputs) -> Outputs:
     return {"fixed_k_gemm_fwd.out": ops.fixed_k_gemm_fwd(x, w), "fixed_k_gemm_bwd.dX": dx, "fixed_k_gemm_bwd.dW": dw}
 
 
-def rms_edge_rows(hidden: int, gamma_dtype: str = "bfloat16") -> Inputs:
-    """The published edge rows at fixture width; at another width the same four rows, drawn alike."""
-    if hidden == FIXTURE_HIDDEN:
-        return make_rms_edge_inputs(gamma_dtype)
-    draws, ramp = Draws(f"{RMS_EDGES}.{hidden}"), torch.linspace(-8, 8, hidden, dtype=torch.float32)
-    x = torch.stack([torch.full_like(ramp, v) for v in (0.0, 2.0**-12, 4.0)] + [ramp]).to(torch.bfloat16)
-    return x, draws.gamma(hidden, gamma_dtype), draws.bf16(4, hidden), draws.bf16(4, hidden, scale=0.25)
-
-
-def _sinkhorn_extremes(hidden: int) -> Inputs:
-    draws = Draws("sinkhorn_extremes")
+def _sinkhorn_extremes(hidden: int, numeric_profile: str) -> Inputs:
+    draws = PhiloxDraws("sinkhorn_extremes")
     one_hot = torch.zeros(3, PROD_CONTROLLER_N)
     one_hot[0, 8::5], one_hot[1, 11:23:3], one_hot[2, :] = 80.0, -80.0, -80.0
-    h = torch.cat((one_hot, draws(13, PROD_CONTROLLER_N, scale=25.0)))
+    h = torch.cat((one_hot, draws(13, PROD_CONTROLLER_N, scale=32.0)))
     return h, draws(16, HC_MULT), draws(16, HC_MULT), draws(16, HC_MULT, HC_MULT)
 
 
-def _gemm_rms_rows(hidden: int) -> Inputs:
-    draws, k = Draws("gemm_rms_rows"), HC_MULT * hidden
+def _gemm_rms_rows(hidden: int, numeric_profile: str) -> Inputs:
+    draws, k = PhiloxDraws("gemm_rms_rows"), HC_MULT * hidden
     x = draws(5, k)
     x[1], x[2], x[3] = 0.0, x[2] * 1e-30, x[3] * 1e20
-    return x, draws(PROD_CONTROLLER_N, k, scale=1 / k**0.5), draws(5, PROD_CONTROLLER_N), draws(5)
+    return x, draws(PROD_CONTROLLER_N, k, scale=draws.weight_scale(k)), draws(5, PROD_CONTROLLER_N), draws(5)
 
 
-def _post_ties(hidden: int) -> Inputs:
+def _post_ties(hidden: int, numeric_profile: str) -> Inputs:
     """Sums that fall half-way between two BF16 values, to either side of even, with both signs."""
-    draws = Draws("post_ties")
+    draws = PhiloxDraws("post_ties")
     tokens = 4
-    r_old = draws.bf16(tokens, HC_MULT, hidden).sign().to(torch.bfloat16)
+    r_old = bf16(draws, tokens, HC_MULT, hidden).sign().to(torch.bfloat16)
     odd = torch.arange(hidden) % 2
     y = (2.0**-8 + odd * 2.0**-7).to(torch.bfloat16).expand(tokens, hidden) * r_old[:, 0]
     c = torch.eye(HC_MULT)[torch.tensor([0, 0, 0, 0])].t().repeat(tokens, 1, 1)
     post = torch.tensor([1.0, -1.0, 1.0, 3.0]).repeat(tokens, 1)
-    return r_old, y.contiguous(), c, post, draws.bf16(tokens, HC_MULT, hidden)
+    return r_old, y.contiguous(), c, post, bf16(draws, tokens, HC_MULT, hidden)
 
 
-def _aggregate_ties(hidden: int) -> Inputs:
+def _aggregate_ties(hidden: int, numeric_profile: str) -> Inputs:
     """Like ``_post_ties``: stream 0 against half a BF16 ulp of it from stream 1; a row of negative zeros."""
-    draws = Draws("aggregate_ties")
+    draws = PhiloxDraws("aggregate_ties")
     r_old = torch.zeros(4, HC_MULT, hidden)
     r_old[:, 0] = draws(4, hidden).sign()
     r_old[:, 1] = r_old[:, 0] * (1 + 2 * (torch.arange(hidden) % 2))
     r_old[3] = -0.0
     pre = torch.tensor([1.0, 2.0**-8, 1.0, 1.0]).repeat(4, 1)
-    return pre, r_old.to(torch.bfloat16), draws.bf16(4, hidden)
+    return pre, r_old.to(torch.bfloat16), bf16(draws, 4, hidden)
 
 
-def _fixed_gemm(rows: int, dtype: torch.dtype) -> Callable[[int], Inputs]:
-    def draw(hidden: int) -> Inputs:
-        draws = Draws(f"fixed_gemm.{rows}")
+def _fixed_gemm(rows: int, dtype: torch.dtype) -> Callable[[int, str], Inputs]:
+    def draw(hidden: int, numeric_profile: str) -> Inputs:
+        draws = PhiloxDraws(f"fixed_gemm.{rows}")
         return draws(rows, hidden).to(dtype), draws(17, hidden).to(dtype), draws(rows, 17)
 
     return draw
+
+
+def _rms_edges(gamma_dtype: str) -> Callable[[int, str], Inputs]:
+    return lambda hidden, profile: make_rms_edge_inputs(gamma_dtype, profile, hidden)
 
 
 OPERATOR_CASES = (
     OperatorCase(
         SINKHORN_EDGES,
         "published: saturated, shifted, zero and one-hot logits",
-        lambda d: make_sinkhorn_edge_inputs(),
+        lambda hidden, profile: make_sinkhorn_edge_inputs(profile),
         run_sinkhorn,
     ),
-    OperatorCase(RMS_EDGES, "published: zero, tiny, constant and ramp rows", rms_edge_rows, run_rmsnorm),
-    OperatorCase(
-        "rms_edges_fp32_gamma", "the same rows, FP32 gamma", lambda d: rms_edge_rows(d, "float32"), run_rmsnorm
-    ),
+    OperatorCase(RMS_EDGES, "published: zero, tiny, constant and ramp rows", _rms_edges("bfloat16"), run_rmsnorm),
+    OperatorCase("rms_edges_fp32_gamma", "the same rows, FP32 gamma", _rms_edges("float32"), run_rmsnorm),
     OperatorCase("sinkhorn_extremes", "logits of +-80, all equal, one-hot, wide", _sinkhorn_extremes, run_sinkhorn),
     OperatorCase("gemm_rms_rows", "FP32 rows of 0, 1e-30 and 1e20", _gemm_rms_rows, run_gemm_rms),
     OperatorCase("post_ties", "stores exactly half-way between two BF16 values", _post_ties, run_post),

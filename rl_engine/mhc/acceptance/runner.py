@@ -22,7 +22,7 @@ from rl_engine.mhc.acceptance.refusals import refusal_checks
 from rl_engine.mhc.acceptance.verdict import Check, Divergence, Verdict
 from rl_engine.mhc.contract import FUSION_MODES, TRAINABILITY_MODES
 from rl_engine.mhc.operators import reference_operators
-from rl_engine.mhc.profiles import get_profile
+from rl_engine.mhc.profiles import NumericProfile, get_profile
 from rl_engine.mhc.provider import MHCProvider, check_capability, owning_task, unimplemented_operators
 
 Progress = Callable[[str, int, int], None]
@@ -35,7 +35,8 @@ SWEPT_CASE = "packed_t16"
 class Options:
     """What to run: a device, a geometry with its number of tokens, names of cases (empty: all), a seed, repeats.
 
-    ``captured`` is a case of the user's own; with it, only that one is run.
+    ``captured`` is a case of the user's own; with it, only that one is run. ``numeric_profile`` is the profile of
+    the cases; empty means the one that the provider declares.
     """
 
     device: str = "cpu"
@@ -45,6 +46,7 @@ class Options:
     seed: int | None = None
     repeat: int = 2
     captured: Case | None = None
+    numeric_profile: str = ""
 
 
 def available_cases(options: Options) -> dict[str, str]:
@@ -79,7 +81,8 @@ class _Session:
     def __init__(self, provider: MHCProvider, options: Options, progress: Progress) -> None:
         self.provider, self.options, self.progress = provider, options, progress
         self.device = torch.device(options.device)
-        self.profile = str(getattr(provider, "numeric_profile", ""))
+        self.profile = options.numeric_profile or str(getattr(provider, "numeric_profile", ""))
+        self.known: NumericProfile | None = None
         self.checks: list[Check] = []
         self.refusals: dict[str, list[str]] = {}
         self.done = self.total = 0
@@ -88,6 +91,7 @@ class _Session:
         """Run everything that the provider is declared for."""
         observed, stated = None, {}
         if not self.refuse("all cases", lambda: get_profile(self.profile)):
+            self.known = get_profile(self.profile)
             base, cases = self.cases()
             served = [case for case in cases if not self.refuse(case.name, functools.partial(self.gate, case))]
             operators = self.operator_cases()
@@ -106,6 +110,8 @@ class _Session:
             checks=tuple(self.checks),
             refusals=tuple(f"{_listed(names)}: {reason}" for reason, names in self.refusals.items()),
             pending=_pending(self.provider),
+            byte_equality=self.known is None or self.known.strict,
+            compared_with="" if self.known is None else self.known.reference,
         )
 
     def run(self, observed: Observed, base: Case, served: Sequence[Case], operators: Sequence[OperatorCase]) -> None:
@@ -130,6 +136,11 @@ class _Session:
             self.checks.append(check)
             self.progress(f"{label}: {check.name}", self.done, self.total)
         self.done += 1
+
+    def standard(self) -> str:
+        """What a run is compared with, as the name of the check."""
+        known = get_profile(self.profile)
+        return "equals the oracle" if known.strict else f"within tolerance of the oracle of {known.reference}"
 
     def refuse(self, name: str, gate: Callable[[], object]) -> bool:
         """Whether the gate raised; its reason is kept, once, with all the names it applies to."""
@@ -167,10 +178,10 @@ class _Session:
         """Bytes against the oracle; where they agree, the laws and the other modes too."""
         reference = run_block(None, case.batch, case.grads)
         base, error = guarded(lambda: run_block(observed, *layouts.cloned(case.batch, case.grads)))
-        found = (error,) if error is not None else compare(base.tensors, reference.tensors)
+        found = (error,) if error is not None else compare(base.tensors, reference.tensors, get_profile(self.profile))
         detail = _summary(found) if found else "" if case.grads is not None else "forward only: no gradients were given"
         status = "fail" if found else "pass"
-        yield Check("boundaries", "equals the oracle", case.name, status, len(reference.tensors), detail, found)
+        yield Check("boundaries", self.standard(), case.name, status, len(reference.tensors), detail, found)
         if not found:
             prober = Prober(observed, case, base)
             yield from prober.all_checks(self.options.repeat)
@@ -195,12 +206,12 @@ class _Session:
     def operator_case(self, observed: Observed, case: OperatorCase) -> Iterator[Check]:
         """One operator case, candidate against oracle, on inputs of their own."""
         hidden = GEOMETRIES[self.options.geometry]
-        inputs = tuple(t.to(self.device) for t in case.inputs(hidden))
+        inputs = tuple(t.to(self.device) for t in case.inputs(hidden, self.profile))
         reference = case.run(reference_operators(self.profile), inputs)
         got, error = guarded(lambda: case.run(observed, tuple(t.clone() for t in inputs)))
-        found = (error,) if error is not None else compare(got, reference)
+        found = (error,) if error is not None else compare(got, reference, get_profile(self.profile))
         status = "fail" if found else "pass"
-        yield Check("operators", "equals the oracle", case.name, status, len(reference), _summary(found), found)
+        yield Check("operators", self.standard(), case.name, status, len(reference), _summary(found), found)
 
 
 def _mode_check(prober: Prober, case: Case, base: Run, mode: str) -> Check:
@@ -208,7 +219,9 @@ def _mode_check(prober: Prober, case: Case, base: Run, mode: str) -> Check:
         run_block(None, case.batch, case.grads),
         guarded(lambda: run_block(prober.ops, *layouts.cloned(case.batch, case.grads))),
     )
-    found: tuple[Divergence, ...] = (error,) if error is not None else compare(got.tensors, reference.tensors)
+    found: tuple[Divergence, ...] = (
+        (error,) if error is not None else compare(got.tensors, reference.tensors, prober.profile)
+    )
     if not found:
         both = [name for name, t in base.tensors.items() if t is not None and got.tensors[name] is not None]
         found = compare({name: got.tensors[name] for name in both}, {name: base.tensors[name] for name in both})

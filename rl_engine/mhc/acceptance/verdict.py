@@ -64,7 +64,11 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The whole finding. ``refusals`` are what the provider declined or is not declared for, each a sentence."""
+    """The whole finding. ``refusals`` are what the provider declined or is not declared for, each a sentence.
+
+    ``compared_with`` is the profile whose oracle was the reference. Where ``byte_equality`` is false the provider's
+    profile has a tolerance, and a pass says no more than that.
+    """
 
     provider: str
     numeric_profile: str
@@ -75,6 +79,8 @@ class Verdict:
     refusals: tuple[str, ...] = ()
     pending: dict[str, list[str]] = field(default_factory=dict)
     seconds: float = 0.0
+    byte_equality: bool = True
+    compared_with: str = ""
 
     @property
     def passed(self) -> bool:
@@ -106,6 +112,8 @@ class Verdict:
             "passed": self.passed,
             "provider": self.provider,
             "numeric_profile": self.numeric_profile,
+            "compared_with": self.compared_with,
+            "byte_equality": self.byte_equality,
             "device": self.device,
             "comparisons": self.comparisons,
             "seconds": round(self.seconds, 3),

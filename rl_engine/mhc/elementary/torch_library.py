@@ -12,11 +12,13 @@ from __future__ import annotations
 import torch
 
 from rl_engine.mhc.elementary.recipe import Elementary
+from rl_engine.mhc.float_mode import require_subnormals
 
 
 def _fp32(name: str, x: torch.Tensor) -> torch.Tensor:
     if x.dtype != torch.float32:
         raise TypeError(f"{name}: got dtype {x.dtype}, want torch.float32")
+    require_subnormals(x.numel())
     return x.contiguous()
 
 

@@ -7,6 +7,8 @@ contract.
 from __future__ import annotations
 
 import functools
+import importlib
+from typing import cast
 
 from rl_engine.mhc.operators.aggregate import Aggregate
 from rl_engine.mhc.operators.fixed_gemm import FixedGemm
@@ -15,6 +17,7 @@ from rl_engine.mhc.operators.interface import LEAF_OPERATORS, OperatorSet, Saved
 from rl_engine.mhc.operators.post import Post
 from rl_engine.mhc.operators.rmsnorm import RmsNorm
 from rl_engine.mhc.operators.sinkhorn import SplitSinkhorn
+from rl_engine.mhc.profiles import get_profile
 
 
 class ReferenceOperators(SplitSinkhorn, GemmRms, Post, Aggregate, RmsNorm, FixedGemm):
@@ -23,8 +26,14 @@ class ReferenceOperators(SplitSinkhorn, GemmRms, Post, Aggregate, RmsNorm, Fixed
 
 @functools.cache
 def reference_operators(numeric_profile: str) -> ReferenceOperators:
-    """The reference operators of a profile; ``ValueError`` where its id is not known."""
-    return ReferenceOperators(numeric_profile)
+    """The reference operators of a profile; ``ValueError`` where its id is not known.
+
+    A profile of another arithmetic brings its own, under ``NumericProfile.operators``.
+    """
+    module, _, name = get_profile(numeric_profile).operators.partition(":")
+    if not module:
+        return ReferenceOperators(numeric_profile)
+    return cast(ReferenceOperators, getattr(importlib.import_module(module), name)(numeric_profile))
 
 
 __all__ = ["LEAF_OPERATORS", "OperatorSet", "ReferenceOperators", "Saved", "reference_operators"]

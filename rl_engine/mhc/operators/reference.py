@@ -16,6 +16,7 @@ import torch
 
 from rl_engine.mhc.elementary import Elementary, for_profile
 from rl_engine.mhc.float_mode import require_subnormals
+from rl_engine.mhc.profiles import get_profile
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,9 +55,12 @@ class Reference:
     """The profile that a set of reference operators runs under, and its elementary functions."""
 
     def __init__(self, numeric_profile: str) -> None:
-        """Operators of the profile with that id; ``ValueError`` where it is not known."""
+        """Operators of the profile with that id; ``ValueError`` where it is not known.
+
+        Those of a profile with a tolerance are its base's.
+        """
         self.numeric_profile = numeric_profile
-        self.elementary: Elementary = for_profile(numeric_profile)
+        self.elementary: Elementary = for_profile(get_profile(numeric_profile).reference)
 
 
 def fp32_scalar(value: float, like: torch.Tensor) -> torch.Tensor:

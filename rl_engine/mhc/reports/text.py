@@ -32,7 +32,8 @@ def render_line(verdict: Verdict) -> Text:
     """The verdict in one line."""
     if verdict.passed:
         cases = len({check.case for check in verdict.checks if check.case})
-        text = f"PASS  {verdict.provider}: byte-equal in {verdict.comparisons} comparisons over {cases} cases"
+        how = "byte-equal" if verdict.byte_equality else "within tolerance, NOT byte-equal,"
+        text = f"PASS  {verdict.provider}: {how} in {verdict.comparisons} comparisons over {cases} cases"
         return Text(f"{text} ({verdict.seconds:.1f} s)", style="bold green")
     first, reasons = verdict.first_divergence, []
     if first is not None:
@@ -50,7 +51,7 @@ def render_line(verdict: Verdict) -> Text:
 def _header(verdict: Verdict) -> RenderableType:
     facts = Table.grid(padding=(0, 2))
     facts.add_row("provider", escape(verdict.provider))
-    facts.add_row("profile", escape(verdict.numeric_profile))
+    facts.add_row("profile", escape(_profile(verdict)))
     env = verdict.environment
     facts.add_row(
         "device",
@@ -63,6 +64,12 @@ def _header(verdict: Verdict) -> RenderableType:
         facts.add_row("ran on", escape(f"{stated['actual_backend']} (asked for {stated['requested_backend']})"))
         facts.add_row("operators", escape(_operators(stated["operators"])))
     return Group(facts, Text())
+
+
+def _profile(verdict: Verdict) -> str:
+    if verdict.byte_equality:
+        return verdict.numeric_profile
+    return f"{verdict.numeric_profile}: a tolerance against {verdict.compared_with}; a pass is not byte equality"
 
 
 def _operators(backends: dict[str, str]) -> str:
