@@ -10,23 +10,24 @@ STAMP := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test lint format clean
+.PHONY: help setup check test lint format clean verify-elementary verify-portable verify-arm arm-tools
 
 ROOT := $(shell cd "$$(dirname "$(strip $(MAKEFILE_LIST))")" && pwd -P)
 ifneq ($(ROOT),$(shell pwd -P))
 # Reached as `make -f PATH/Makefile` from another folder: go there first.
-help setup check test lint format clean:
+help setup check test lint format clean verify-elementary verify-portable verify-arm:
 	@$(MAKE) --no-print-directory -C "$(ROOT)" $@
 else
 
 help: ## list these targets
-	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/\1@\2/p' Makefile | \
-		while IFS=@ read -r name text; do printf 'make %-8s %s\n' "$$name" "$$text"; done
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1@\2/p' Makefile | \
+		while IFS=@ read -r name text; do printf 'make %-18s %s\n' "$$name" "$$text"; done
 
 setup: $(STAMP) ## create .venv and install the project with its pinned tools, if that is not done yet
 
-check: $(STAMP) ## judge the reference provider against the contract and the golden hashes
+check: $(STAMP) ## judge the reference provider in both numeric profiles, golden hashes included
 	$(BIN)/python scripts/check_p1.py --provider reference
+	$(BIN)/python scripts/check_p1.py --provider reference --profile portable-fp32-mhc-v1
 
 test: lint ## lint, check types, then run every test
 	$(BIN)/python -m pytest -n $(JOBS)
@@ -43,6 +44,71 @@ format: $(STAMP) ## let ruff mend and format what it can
 clean: ## remove .venv, caches and build output
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# All 2^32 inputs of exp, rsqrt and sqrt against a higher precision, then all results of a build with FMA against those of
+# the build without. STRIDE=64 runs every 64th input.
+STRIDE ?= 1
+ELEMENTARY_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
+ELEMENTARY_FLAGS := -std=c++20 -O2 -Wall -Wextra -Icsrc/mhc/include
+ELEMENTARY_RUN := --stride $(STRIDE) --threads $(ELEMENTARY_THREADS) --hardest tests/elementary/hardest_inputs.txt
+
+verify-elementary: ## exp and rsqrt are correctly rounded on all 2^32 inputs, with and without FMA (minutes)
+verify-elementary: build/verify_elementary build/verify_elementary_fma
+	build/verify_elementary $(ELEMENTARY_RUN) >build/elementary.txt || { cat build/elementary.txt; exit 1; }
+	@cat build/elementary.txt
+	build/verify_elementary_fma $(ELEMENTARY_RUN) --no-reference >build/elementary_fma.txt
+	@sed -n 's/ wrong .*checksum//p' build/elementary.txt >build/elementary.sums
+	@sed -n 's/ wrong .*checksum//p' build/elementary_fma.txt | diff build/elementary.sums - || \
+		{ echo "make: the build with FMA has other results" >&2; exit 1; }
+	@echo "the build with FMA has the same results"
+
+build/verify_elementary: csrc/mhc/verify/verify_elementary.cpp $(wildcard csrc/mhc/verify/*.hpp csrc/mhc/include/mhc/*.hpp)
+	@mkdir -p build
+	$(CXX) $(ELEMENTARY_FLAGS) -ffp-contract=off $< -o $@ -lquadmath -lpthread
+
+build/verify_elementary_fma: csrc/mhc/verify/verify_elementary.cpp $(wildcard csrc/mhc/verify/*.hpp csrc/mhc/include/mhc/*.hpp)
+	@mkdir -p build
+	$(CXX) $(ELEMENTARY_FLAGS) -mfma -ffp-contract=fast $< -o $@ -lquadmath -lpthread
+
+# The C++ block against the golden manifest of the portable profile, on this machine and on an emulated aarch64.
+# A compiler may fuse a multiply and an add (on aarch64 it does by default), so -ffp-contract=off is no detail.
+PORTABLE_SOURCES := $(wildcard csrc/mhc/verify/portable_*.cpp)
+PORTABLE_HEADERS := $(wildcard csrc/mhc/verify/*.hpp csrc/mhc/include/mhc/*.hpp)
+PORTABLE_FLAGS := -std=c++20 -O2 -ffp-contract=off -Wall -Wextra -Wconversion -Icsrc/mhc/include
+VERIFY_PORTABLE := $(BIN)/python csrc/mhc/verify/verify_portable.py --stride 4096
+ARM_CXX := aarch64-linux-gnu-g++
+ARM_RUN := qemu-aarch64
+ARM_PACKAGES := g++-aarch64-linux-gnu qemu-user
+
+verify-portable: ## the C++ block gives the portable golden hashes on this machine
+verify-portable: $(STAMP) build/portable_driver
+	$(VERIFY_PORTABLE) --driver build/portable_driver
+
+verify-arm: ## the same on an emulated aarch64 (installs a cross compiler and qemu-user)
+verify-arm: $(STAMP) build/portable_driver build/portable_driver_arm
+	$(VERIFY_PORTABLE) --driver build/portable_driver --driver '$(ARM_RUN) build/portable_driver_arm'
+
+build/portable_driver: $(PORTABLE_SOURCES) $(PORTABLE_HEADERS)
+	@command -v "$(CXX)" >/dev/null || { echo "make: '$(CXX)' was not found. On Debian or Ubuntu:" \
+		"apt-get install g++" >&2; exit 1; }
+	@mkdir -p build
+	$(CXX) $(PORTABLE_FLAGS) $(PORTABLE_SOURCES) -o $@
+
+# Linked statically, so that the emulator needs no aarch64 libraries at run time.
+build/portable_driver_arm: $(PORTABLE_SOURCES) $(PORTABLE_HEADERS) | arm-tools
+	@mkdir -p build
+	$(ARM_CXX) $(PORTABLE_FLAGS) -static $(PORTABLE_SOURCES) -o $@
+
+arm-tools:
+	@if command -v $(ARM_CXX) >/dev/null && command -v $(ARM_RUN) >/dev/null; then exit 0; fi; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "installing $(ARM_PACKAGES)"; \
+		apt-get update -qq && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $(ARM_PACKAGES) >/dev/null && \
+		exit 0; \
+	fi; \
+	echo "make: verify-arm needs $(ARM_CXX) and $(ARM_RUN). On Debian or Ubuntu, as root:" \
+		"apt-get install $(ARM_PACKAGES)" >&2; exit 1
 
 # The stamp goes first and comes back last. A run that finds none starts from an empty venv, since an
 # install may have been cut short; a run that finds an old one brings the venv up to date in place.

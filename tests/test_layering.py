@@ -35,6 +35,7 @@ LAYERS: Mapping[str, int] = {
     "trace": 2,
     "operators": 3,
     "capabilities": 3,
+    "fixture_inputs": 5,
     "block": 4,
     "oracle": 5,
     "fixtures": 6,

@@ -36,12 +36,18 @@ def _packed(t: torch.Tensor) -> torch.Tensor:
     return torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t)
 
 
+def canonical_sha256(t: torch.Tensor) -> str:
+    """``tensor_sha256`` with every NaN made the canonical quiet one, as processors differ in the NaN that they make."""
+    return tensor_sha256(_one_nan(t))
+
+
+def _one_nan(t: torch.Tensor) -> torch.Tensor:
+    return t.masked_fill(torch.isnan(t), float("nan")) if t.is_floating_point() else t
+
+
 def encodings(t: torch.Tensor) -> torch.Tensor:
     """The bit patterns of ``t`` as signed integers of the same width and shape, every NaN made the same one."""
-    if t.is_floating_point():
-        t = torch.where(torch.isnan(t), torch.full((), float("nan"), dtype=t.dtype, device=t.device), t)
-    elif t.dtype == torch.bool:
-        t = t.to(torch.uint8)
+    t = t.to(torch.uint8) if t.dtype == torch.bool else _one_nan(t.detach())
     return _packed(t).view(_INT_OF_SIZE[t.element_size()])
 
 
@@ -81,9 +87,9 @@ class TensorDifference:
 
     ``count`` elements of ``total`` differ, ``nan_mismatches`` of them as NaN against a number. The first one
     (row-major) is at ``index``, with both values as hex encodings and as decimals. ULP figures are over differing
-    finite-order pairs: ``signed_bias_ulp`` is the mean of candidate minus reference on the number line, and
-    ``toward_zero`` says that every differing pair is the reference moved one ULP toward zero, which is what a
-    truncating store does.
+    pairs of numbers: ``signed_bias_ulp`` is the mean of candidate minus reference on the number line,
+    ``magnitude_bias_ulp`` the same for the distance from zero (negative: too small), and ``toward_zero`` says that
+    every differing pair is the reference moved one ULP toward zero, which is what a truncating store does.
     """
 
     count: int
@@ -97,6 +103,7 @@ class TensorDifference:
     max_ulp: int
     median_ulp: float
     signed_bias_ulp: float
+    magnitude_bias_ulp: float
     toward_zero: bool
 
 
@@ -116,10 +123,11 @@ def tensor_difference(candidate: torch.Tensor, reference: torch.Tensor) -> Tenso
     if candidate.is_floating_point():
         ordered = ~(torch.isnan(got) | torch.isnan(want))
         signed = (ordinals(got) - ordinals(want))[ordered]
-        inward = torch.where(ordinals(want)[ordered] < 0, 1, -1) * (want[ordered] != 0)
+        side = torch.where(ordinals(want)[ordered] < 0, -1, 1)
+        inward = -side * (want[ordered] != 0)
     else:
         signed = got.to(torch.int64) - want.to(torch.int64)
-        inward = torch.zeros_like(signed)
+        side, inward = want.sign().to(torch.int64), torch.zeros_like(signed)
     distance = signed.abs()
     return TensorDifference(
         count=count,
@@ -133,6 +141,7 @@ def tensor_difference(candidate: torch.Tensor, reference: torch.Tensor) -> Tenso
         max_ulp=int(distance.max()) if distance.numel() else 0,
         median_ulp=float(distance.double().quantile(0.5)) if 0 < distance.numel() <= 1 << 22 else _median(distance),
         signed_bias_ulp=float(signed.double().mean()) if signed.numel() else 0.0,
+        magnitude_bias_ulp=float((signed * side).double().mean()) if signed.numel() else 0.0,
         toward_zero=signed.numel() == count and bool((signed == inward).all()),
     )
 

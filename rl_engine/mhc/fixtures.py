@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from rl_engine.mhc.bits import tensor_sha256
+from rl_engine.mhc.bits import canonical_sha256
 from rl_engine.mhc.block import GRAD_KEYS, mhc_block_backward, mhc_block_forward
 from rl_engine.mhc.contract import (
     HC_MULT,
@@ -180,7 +180,7 @@ def write_manifest(
     before = next((place for place in (target, committed) if place.exists()), None)
     moved = moved_hashes(load_manifest(before), manifest) if before is not None else []
     if moved and not reason.strip():
-        raise ValueError(f"{target}: {len(moved)} hashes would move and no reason is given: {', '.join(moved)}")
+        raise ValueError(f"{target}: hashes would move ({len(moved)}) and no reason is given: {', '.join(moved)}")
     target.parent.mkdir(parents=True, exist_ok=True)
     replace_file(target, (json.dumps(manifest, indent=2, sort_keys=True) + "\n").encode())
     return moved
@@ -234,7 +234,7 @@ def _block_hashes(name: str, gamma_dtype: str | None, numeric_profile: str) -> d
 
 
 def _hashes(**tensors: torch.Tensor) -> dict[str, str]:
-    return {name: tensor_sha256(tensor) for name, tensor in tensors.items()}
+    return {name: canonical_sha256(tensor) for name, tensor in tensors.items()}
 
 
 def _flat(manifest: Mapping[str, Any]) -> dict[str, Any]:

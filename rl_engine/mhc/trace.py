@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rl_engine.mhc.bits import tensor_sha256
+from rl_engine.mhc.bits import canonical_sha256
 from rl_engine.mhc.elementary import ORACLE_PROFILE
 
 FORWARD_BOUNDARIES = (
@@ -39,7 +39,10 @@ BACKWARD_BOUNDARIES = (
 
 @dataclass(frozen=True)
 class BoundaryRecord:
-    """One recorded tensor: its boundary name, dtype (``"float32"``), shape, and the SHA-256 of its bytes."""
+    """One recorded tensor: its boundary name, dtype (``"float32"``), shape, and the SHA-256 of its bytes.
+
+    A NaN counts as the canonical one: its payload is not a difference, and processors make different ones.
+    """
 
     name: str
     dtype: str
@@ -59,7 +62,7 @@ class MHCTrace:
     def record(self, name: str, tensor: torch.Tensor) -> None:
         """Append the record of ``tensor``, in any layout and on any device."""
         dtype = str(tensor.dtype).removeprefix("torch.")
-        self.records.append(BoundaryRecord(name, dtype, tuple(tensor.shape), tensor_sha256(tensor)))
+        self.records.append(BoundaryRecord(name, dtype, tuple(tensor.shape), canonical_sha256(tensor)))
 
     def note(self, key: str, value: Any) -> None:
         """Attach a JSON-ready fact about the run."""

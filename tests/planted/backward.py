@@ -219,7 +219,7 @@ class ZerosWhenFrozen(OwnComposites):
         return {name: torch.zeros_like(g) for name, g in grads.items()} if frozen else grads
 
 
-@planted("grad.d_bias", "parameter gradients")
+@planted("grad.d_bias", "modes")
 class TrainedWhenFrozen(OwnComposites):
     """Trainability is ignored: under mixer-frozen the controller still gets its gradients."""
 

@@ -143,7 +143,7 @@ class RacingLanes(Counting):
         return kernels.fp32_gemm_rms_fwd(x_flat, weight, eps, fold=fold)
 
 
-@planted("bwd.d_gamma", "invariance")
+@planted("bwd.d_gamma", "invariance", beside=("modes",))
 class AtomicGradient(Counting):
     """dgamma is added in whatever order the tokens finish in."""
 
@@ -165,7 +165,7 @@ class ThreadSplit(Planted):
     )
 
 
-@planted("split.c", "parameter gradients")
+@planted("split.c", "modes")
 class ModeMovesBytes(OwnComposites):
     """Under fusion C comes transposed."""
 

@@ -18,9 +18,9 @@ USUAL_CASE = "packed_t7_odd"
 class Defect:
     """A provider with one defect, and where the judge has to say so.
 
-    ``boundary`` is the first divergence; ``group`` the only group of checks that may fail; ``case`` the one case that
-    is run. ``also`` are further boundaries that diverge, ``says`` words of the report, ``hidden_in`` a case in which
-    nobody could notice, so that the provider passes it.
+    ``boundary`` is the first divergence; ``group`` the group of checks that fails, with those ``beside`` it;
+    ``case`` the one case that is run. ``also`` are further boundaries that diverge, ``says`` words of the report,
+    ``hidden_in`` a case in which nobody could notice, so that the provider passes it.
     """
 
     name: str
@@ -32,6 +32,7 @@ class Defect:
     also: tuple[str, ...] = ()
     says: tuple[str, ...] = ()
     hidden_in: str = ""
+    beside: tuple[str, ...] = ()
 
 
 DEFECTS: dict[str, Defect] = {}
@@ -53,6 +54,10 @@ def planted(boundary: str, group: str = "boundaries", case: str = USUAL_CASE, **
 
 class Planted(ReferenceProvider):
     """The base of most: what a class does not override is the reference's, and right."""
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.name = cls.__name__
 
 
 class OwnComposites(Composites, Planted):

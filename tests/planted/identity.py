@@ -10,7 +10,6 @@ from torch import Tensor
 
 from rl_engine.mhc import block, oracle
 from rl_engine.mhc.contract import ResidualBatch
-from rl_engine.mhc.operators import ReferenceOperators
 from rl_engine.mhc.provider import ReferenceProvider
 from tests.planted import kernels
 from tests.planted.defect import OwnPost, Planted, planted
@@ -57,14 +56,6 @@ class FallsBackInAThread(Planted):
         thread.start()
         thread.join()
         return results[0]
-
-
-@planted("provenance", "provenance", **CLAIMED)
-class FallsBackUnwrapped(Planted):
-    """A claimed operator calls the oracle's function under its decorator."""
-
-    def mhc_post_fwd(self, r_old: Tensor, y: Tensor, c: Tensor, post: Tensor) -> Tensor:
-        return ReferenceOperators.mhc_post_fwd.__wrapped__(self, r_old, y, c, post)
 
 
 @planted("provenance", "provenance", "packed_t7_odd", says=("mhc_post_fwd ran the reference's mhc_post_fwd",))
@@ -115,8 +106,11 @@ class ClaimsEverything(Planted):
 class CalledReference(Planted):
     """Kernels of its own under the reference's name, so that nobody can tell them apart."""
 
-    name = "reference"
     mhc_post_fwd = kernel(kernels.mhc_post_fwd)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = "reference"
 
 
 # --- provenance ---

@@ -107,7 +107,7 @@ class GemmInPlace(Planted):
         return (x.copy_(dx) if x.dtype == dx.dtype else dx), dw
 
 
-@planted("bwd.d_r_old", "invariance", also=("grad.d_controller_weight",), says=("second backward",))
+@planted("x_flat", "invariance", also=("grad.d_controller_weight",), says=("saved tensors changed by backward",))
 class GradientInPlace(Planted):
     """dX of the projection is written over x_flat, which the forward saved."""
 
@@ -118,7 +118,7 @@ class GradientInPlace(Planted):
         return x_flat.copy_(dx), dw
 
 
-@planted("y_sublayer", "invariance", says=("inputs changed",))
+@planted("y_sublayer", "invariance", says=("inputs changed",), beside=("boundaries",))
 class InputScratch(Planted):
     """The forward uses y as scratch memory for its last stream."""
 
@@ -128,7 +128,7 @@ class InputScratch(Planted):
         return out
 
 
-@planted("y_sublayer", "invariance", says=("inputs changed",))
+@planted("y_sublayer", "invariance", says=("inputs changed",), beside=("boundaries",))
 class InputMutatedAtTheEnd(Planted):
     """The backward leaves its input changed once nobody reads it any more."""
 

@@ -16,7 +16,7 @@ from tests.planted.registry import DEFECTS, FAMILIES, REFUSED, Defect
 
 CHECKED = [defect for defect in DEFECTS.values() if defect.group != REFUSED]
 REFUSALS = [defect for defect in DEFECTS.values() if defect.group == REFUSED]
-OF_TENSORS = ("boundaries", "invariance", "parameter gradients", "operators")
+OF_TENSORS = ("boundaries", "invariance", "modes", "operators")
 HIDDEN = [defect for defect in DEFECTS.values() if defect.hidden_in]
 
 
@@ -45,7 +45,7 @@ def test_a_planted_defect_is_found_where_it_is(defect: Defect) -> None:
     assert first is not None
     check, divergence = first
     assert (divergence.boundary, check.group) == (defect.boundary, defect.group), report
-    assert {failure.group for failure in verdict.failures} == {defect.group}, report
+    assert {failure.group for failure in verdict.failures} == {defect.group, *defect.beside}, report
     found = {d.boundary for failure in verdict.failures for d in failure.divergences}
     assert set(defect.also) <= found, report
     place = (defect.boundary,) if defect.group in OF_TENSORS else ()

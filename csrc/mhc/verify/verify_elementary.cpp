@@ -21,6 +21,7 @@
 #include <thread>
 #include <vector>
 
+#include "checksum.hpp"
 #include "mhc/elementary.hpp"
 
 namespace {
@@ -43,11 +44,6 @@ struct Tally {
 
 float as_float(Bits bits) { return std::bit_cast<float>(bits); }
 Bits as_bits(float value) { return std::bit_cast<Bits>(value); }
-
-// Independent of the order in which inputs are visited, so that threads and languages can agree on it.
-std::uint64_t mix(Bits input, Bits output) {
-  return ((input * 0x9e3779b97f4a7c15ULL) ^ output) * 0xbf58476d1ce4e5b9ULL;
-}
 
 constexpr int kOctave = 256;
 
@@ -145,7 +141,7 @@ constexpr std::uint64_t kBlock = std::uint64_t{1} << 22;
 void visit(const Function& function, const Options& options, Bits input, Tally& tally) {
   const float got = function.recipe(as_float(input));
   ++tally.count;
-  tally.checksum += mix(input, as_bits(got));
+  tally.checksum += mhc::mix(input, as_bits(got));
   if (options.reference && function.check && !function.check(input, got, tally.hard)) {
     if (tally.wrong++ == 0) tally.first_wrong = input;
   }
@@ -239,6 +235,10 @@ Options parse(int argc, char** argv) {
       std::fprintf(stderr, "verify_elementary: %s: unknown option\n", name.c_str());
       std::exit(2);
     }
+  }
+  if (!options.hardest_in.empty() && !std::ifstream(options.hardest_in)) {
+    std::fprintf(stderr, "verify_elementary: --hardest: cannot read %s\n", options.hardest_in.c_str());
+    std::exit(2);
   }
   return options;
 }

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -24,12 +23,14 @@ from rl_engine.mhc.acceptance.judge import (
     compare,
     copied,
     guarded,
+    named_grads,
     rows,
     run_block,
     shared_storage,
 )
+from rl_engine.mhc.acceptance.observed import Observed
 from rl_engine.mhc.acceptance.verdict import Check, Divergence
-from rl_engine.mhc.block import mhc_block_backward, mhc_block_forward
+from rl_engine.mhc.block import forward_boundaries, mhc_block_backward, mhc_block_forward
 from rl_engine.mhc.contract import GradBoundary, ResidualBatch
 from rl_engine.mhc.profiles import get_profile
 
@@ -40,6 +41,8 @@ SWEEP_TOKENS = (1, 15, 16, 17, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 2048
 """Batch sizes around the powers of two at which kernels change their launch or their split."""
 
 Pair = tuple[ResidualBatch, GradBoundary | None]
+Found = tuple[int, tuple[Divergence, ...]]
+"""How many runs were compared, and the divergences."""
 
 
 def sampled(tokens: int) -> list[int]:
@@ -52,62 +55,73 @@ def sampled(tokens: int) -> list[int]:
 class Prober:
     """Runs a candidate on variations of one case and turns each comparison into a ``Check``."""
 
-    def __init__(self, ops: Any, case: Case, base: Run) -> None:
-        """``base`` is the candidate's own first run of ``case``."""
-        self.ops, self.case, self.base = ops, case, base
+    def __init__(self, ops: Observed, case: Case, base: Run) -> None:
+        """``base`` is the candidate's own first run of ``case``; its tensors are copied, and watched from now on."""
+        self.ops, self.case = ops, case
         self.profile = get_profile(case.batch.contract.numeric_profile)
+        self.first = copied(base.tensors)
+        copies: Tensors = {path: copy for path, _, copy in self.first}
+        self.base: Tensors = {name: copies.get(name) for name in base.tensors}
 
-    def check(self, name: str, probe: Callable[[], tuple[int, tuple[Divergence, ...]]]) -> Check:
+    def check(self, name: str, probe: Callable[[], Found]) -> Check:
         """The check of one probe: how many runs were compared, and the divergences of the first that differs."""
         outcome, error = guarded(probe)
         count, found = (0, (error,)) if error is not None else outcome
+        overwritten = changed(self.first)
+        if overwritten:
+            found = (*_storage(overwritten, "outputs of an earlier run changed under a later one"), *found)
+            self.first = [entry for entry in self.first if entry[0] not in overwritten]
         detail = "" if not found else f"{found[0].boundary}: {found[0].message}"
         return Check(GROUP, name, self.case.name, "fail" if found else "pass", count, detail, found)
 
     def run(self, pair: Pair) -> Tensors:
-        """One more run of the candidate, on copies of its own."""
+        """One more run of the candidate."""
         return run_block(self.ops, *pair).tensors
 
+    def again(self) -> Tensors:
+        """One more run of the candidate on a copy of the case."""
+        return self.run(layouts.cloned(self.case.batch, self.case.grads))
+
     def all_checks(self, repeat: int) -> Iterator[Check]:
-        """Every law, one check each, made when asked for."""
+        """Every law, one check each, made when asked for; what explains the most comes first."""
+        yield self.check("inputs and saved unchanged", self.untouched)
+        yield self.check("repeated runs", functools.partial(self.repeated, repeat))
         laws = {
+            "poisoned allocations": self.poisoned,
+            "thread counts": self.threads,
             "each row alone": self.rows_alone,
             "other batch sizes": self.resized,
             "permuted rows": self.permuted,
             "expanded inputs": self.expanded,
-            "poisoned allocations": self.poisoned,
-            "thread counts": self.threads,
             "a NaN row moves no other": self.nan_row,
-            "inputs and saved unchanged": self.untouched,
         }
         for name, layout in layouts.LAYOUTS.items():
             yield self.check(f"{name} inputs", functools.partial(self.layout, layout))
-        yield self.check("repeated runs", lambda: self.repeated(repeat))
         for name, law in laws.items():
-            if self.case.batch.tokens or name == "inputs and saved unchanged":
+            if self.case.batch.tokens:
                 yield self.check(name, law)
 
-    def rows_alone(self) -> tuple[int, tuple[Divergence, ...]]:
+    def rows_alone(self) -> Found:
         """Each row (a sample of many) as a batch of one, against the row of the first run."""
         chosen = sampled(self.case.batch.tokens)
         for row in chosen:
             alone = self.run(self.pick([row]))
-            found = compare(rows(alone, slice(0, 1)), rows(self.base.tensors, slice(row, row + 1)))
+            found = compare(rows(alone, slice(0, 1)), rows(self.base, slice(row, row + 1)))
             if found:
                 return len(chosen), _located(found, f"row {row} alone")
         return len(chosen), ()
 
-    def resized(self) -> tuple[int, tuple[Divergence, ...]]:
+    def resized(self) -> Found:
         """The rows without the last, and all of them twice and once more: each keeps its bytes."""
         tokens = self.case.batch.tokens
         for order in (list(range(tokens - 1)), [*range(tokens), *range(tokens), 0]):
             index = torch.tensor(order, dtype=torch.int64, device=self.case.batch.r_old.device)
-            found = compare(rows(self.run(self.pick(order)), slice(None)), rows(self.base.tensors, index))
+            found = compare(rows(self.run(self.pick(order)), slice(None)), rows(self.base, index))
             if found:
                 return 2, _located(found, f"among {len(order)} rows")
         return 2, ()
 
-    def permuted(self) -> tuple[int, tuple[Divergence, ...]]:
+    def permuted(self) -> Found:
         """Rows reversed and shuffled: each keeps its bytes, what folds over tokens is the oracle's for that order."""
         tokens = self.case.batch.tokens
         shuffle = torch.randperm(tokens, generator=torch.Generator().manual_seed(tokens)).tolist()
@@ -115,80 +129,79 @@ class Prober:
             pair = self.pick(order)
             moved = self.run(pair)
             index = torch.tensor(order, device=self.case.batch.r_old.device)
-            found = compare(rows(moved, slice(None)), rows(self.base.tensors, index))
+            found = compare(rows(moved, slice(None)), rows(self.base, index))
             found = found or compare(moved, run_block(None, *pair).tensors, self.profile)
             if found:
                 return 2, _located(found, label)
         return 2, ()
 
-    def layout(self, layout: layouts.Layout) -> tuple[int, tuple[Divergence, ...]]:
+    def layout(self, layout: layouts.Layout) -> Found:
         """Every tensor of the batch in another memory layout."""
         moved = self.run(layouts.laid_out(self.case.batch, self.case.grads, layout))
-        return 1, compare(moved, self.base.tensors)
+        return 1, compare(moved, self.base)
 
-    def expanded(self) -> tuple[int, tuple[Divergence, ...]]:
+    def expanded(self) -> Found:
         """Row 0 repeated by a zero stride, against its contiguous copy and the first run's row 0."""
         pair = layouts.expanded(self.case.batch, self.case.grads, 5)
         moved, plain = self.run(pair), self.run(layouts.cloned(*pair))
         first = torch.zeros(5, dtype=torch.int64, device=self.case.batch.r_old.device)
-        return 2, compare(moved, plain) or compare(rows(moved, slice(None)), rows(self.base.tensors, first))
+        return 2, compare(moved, plain) or compare(rows(moved, slice(None)), rows(self.base, first))
 
-    def poisoned(self) -> tuple[int, tuple[Divergence, ...]]:
+    def poisoned(self) -> Found:
         """With every fresh allocation filled with NaN: nothing may read what it did not write."""
         with poisoned_allocations():
-            moved = self.run(layouts.cloned(self.case.batch, self.case.grads))
-        return 1, compare(moved, self.base.tensors)
+            moved = self.again()
+        return 1, compare(moved, self.base)
 
-    def repeated(self, repeat: int) -> tuple[int, tuple[Divergence, ...]]:
-        """``repeat`` more runs, and the outputs of the first run are still what they were."""
-        snapshot = copied(self.base.tensors)
+    def repeated(self, repeat: int) -> Found:
+        """``repeat`` more runs on the same values."""
         for number in range(repeat):
-            again = self.run((self.case.batch, self.case.grads))
-            found = compare(again, {path: copy for path, _, copy in snapshot} | _absent(self.base.tensors))
+            found = compare(self.again(), self.base)
             if found:
                 return repeat, _located(found, f"run {number + 2}")
-        return repeat, _storage(changed(snapshot), "outputs of an earlier run changed under a later one")
+        return repeat, ()
 
-    def threads(self) -> tuple[int, tuple[Divergence, ...]]:
+    def threads(self) -> Found:
         """The same bytes at 1, 2 and 7 intra-op threads."""
         before = torch.get_num_threads()
         try:
             for count in THREADS:
                 torch.set_num_threads(count)
-                found = compare(self.run((self.case.batch, self.case.grads)), self.base.tensors)
+                found = compare(self.again(), self.base)
                 if found:
                     return len(THREADS), _located(found, f"{count} threads")
         finally:
             torch.set_num_threads(before)
         return len(THREADS), ()
 
-    def nan_row(self) -> tuple[int, tuple[Divergence, ...]]:
+    def nan_row(self) -> Found:
         """With the middle row NaN, every other row keeps its bytes."""
         batch, grads = layouts.cloned(self.case.batch, self.case.grads)
         middle = batch.tokens // 2
         batch.r_old[middle] = float("nan")
         others = torch.tensor([i for i in range(batch.tokens) if i != middle], dtype=torch.int64)
         index = others.to(batch.r_old.device)
-        return 1, compare(rows(self.run((batch, grads)), index), rows(self.base.tensors, index))
+        return 1, compare(rows(self.run((batch, grads)), index), rows(self.base, index))
 
-    def untouched(self) -> tuple[int, tuple[Divergence, ...]]:
+    def untouched(self) -> Found:
         """Inputs and ``saved`` keep their bytes, backward can run twice, no output lives in an input's storage."""
         batch, grads = layouts.cloned(self.case.batch, self.case.grads)
-        inputs = copied([batch, grads])
-        r_new, saved = mhc_block_forward(batch, ops=self.ops)
-        outputs = {"post.r_new": r_new, "norm.residual": saved["residual"], "norm.normalized": saved["normalized"]}
-        outputs["pre.hidden"] = saved["hidden"]
-        between = copied(saved)
-        if grads is not None:
-            first = mhc_block_backward(batch, saved, grads, ops=self.ops)
-            second = mhc_block_backward(batch, saved, grads, ops=self.ops)
-            again = compare(second, first)
-            outputs |= first
-            if again:
-                return 4, _located(again, "second backward of one forward")
-        found = _storage(changed(inputs), "inputs changed")
-        found += _storage(changed(between), "saved tensors changed by backward")
-        return 4, found + _storage(shared_storage(outputs, [batch, grads]), "outputs share storage with inputs")
+        inputs = copied(batch) + copied(grads)
+        with self.ops.watched():
+            r_new, saved = mhc_block_forward(batch, ops=self.ops)
+            outputs: Tensors = dict(forward_boundaries(saved, r_new))
+            found = _storage(changed(inputs), "inputs changed by forward")
+            between = copied(saved)
+            if grads is not None:
+                first = mhc_block_backward(batch, saved, grads, ops=self.ops)
+                outputs |= named_grads(first)
+                found += _storage(changed(between), "saved tensors changed by backward")
+                second = mhc_block_backward(batch, saved, grads, ops=self.ops)
+                found += _located(compare(named_grads(second), named_grads(first)), "second backward of one forward")
+        found += tuple(self.ops.misuse)
+        found += _storage(changed(inputs), "inputs changed by backward")
+        found += _storage(shared_storage(outputs, [batch, grads]), "outputs share storage with inputs")
+        return 4, tuple(sorted(found, key=lambda divergence: divergence.rank))
 
     def pick(self, order: list[int]) -> Pair:
         """The case's rows in that order."""
@@ -196,7 +209,13 @@ class Prober:
         return layouts.selected(self.case.batch, self.case.grads, index)
 
 
-def sweep(ops: Any, case: Case, tokens: int) -> Check:
+def inputs_changed(case: Case, paths: list[str]) -> Check:
+    """The failed check of a candidate that changed its inputs in its very first run."""
+    found = _storage(paths, "inputs changed")
+    return Check(GROUP, "inputs and saved unchanged", case.name, "fail", 1, found[0].message, found)
+
+
+def sweep(ops: Observed, case: Case, tokens: int) -> Check:
     """A batch of ``tokens`` rows, the case's over and over: all bytes are the oracle's."""
     order = [i % case.batch.tokens for i in range(tokens)]
     index = torch.tensor(order, dtype=torch.int64, device=case.batch.r_old.device)
@@ -228,8 +247,4 @@ def _located(found: tuple[Divergence, ...], where: str) -> tuple[Divergence, ...
 
 
 def _storage(paths: list[str], what: str) -> tuple[Divergence, ...]:
-    return (Divergence(paths[0], "storage", f"{what}: {', '.join(paths)}"),) if paths else ()
-
-
-def _absent(tensors: Tensors) -> dict[str, None]:
-    return {name: None for name, tensor in tensors.items() if tensor is None}
+    return (Divergence(paths[0].partition(" ")[0], "storage", f"{what}: {', '.join(paths)}"),) if paths else ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +13,12 @@ from rl_engine.mhc.acceptance.verdict import DATAFLOW, Divergence
 from rl_engine.mhc.bits import TensorDifference, differing, ordinals, same_bytes, tensor_difference
 from rl_engine.mhc.block import (
     CONTROLLER_GRADS,
-    backward_boundaries,
+    GRAD_KEYS,
     forward_boundaries,
     mhc_block_backward,
     mhc_block_forward,
 )
-from rl_engine.mhc.contract import GradBoundary, ResidualBatch
+from rl_engine.mhc.contract import HC_MULT, GradBoundary, ResidualBatch
 from rl_engine.mhc.operators import OperatorSet
 from rl_engine.mhc.profiles import NumericProfile, Tolerance
 from rl_engine.mhc.trace import FORWARD_BOUNDARIES
@@ -29,6 +29,8 @@ TOKEN_WISE = frozenset(FORWARD_BOUNDARIES) | {
 """The boundaries whose first axis is the token; the rest fold over tokens."""
 
 Tensors = dict[str, torch.Tensor | None]
+Snapshot = list[tuple[str, torch.Tensor, torch.Tensor]]
+"""``(path, tensor, copy)`` of tensors, to see later whether they still have their bytes."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,17 @@ def run_block(ops: OperatorSet | None, batch: ResidualBatch, grads: GradBoundary
     tensors: Tensors = dict(forward_boundaries(saved, r_new))
     if grads is not None:
         result = mhc_block_backward(batch, saved, grads, ops=ops)
-        tensors |= backward_boundaries(result)
-        tensors |= {f"grad.{key}": result[key] for key in CONTROLLER_GRADS}
+        tensors |= named_grads(result)
     return Run({name: tensors[name] for name in DATAFLOW if name in tensors}, saved)
+
+
+def named_grads(result: Mapping[str, torch.Tensor | None]) -> Tensors:
+    """The gradients of a block under their boundary names; one that is missing is ``None``."""
+    named: Tensors = {f"bwd.{key}": result.get(key) for key in GRAD_KEYS if key not in CONTROLLER_GRADS}
+    streams = named["bwd.d_r_old"]
+    if isinstance(streams, torch.Tensor) and streams.dim() == 3 and streams.shape[1] == HC_MULT:
+        named |= {f"bwd.d_stream{i}": streams[:, i, :] for i in range(HC_MULT)}
+    return named | {f"grad.{key}": result.get(key) for key in CONTROLLER_GRADS}
 
 
 def compare(
@@ -108,12 +118,12 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]
             yield from tensors_in(getattr(value, spec.name), f"{path}.{spec.name}" if path else spec.name)
 
 
-def copied(value: Any) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+def copied(value: Any) -> Snapshot:
     """``(path, tensor, copy)`` of every tensor in ``value``, for ``changed`` to compare later."""
     return [(path, tensor, tensor.detach().clone()) for path, tensor in tensors_in(value)]
 
 
-def changed(snapshot: Iterable[tuple[str, torch.Tensor, torch.Tensor]]) -> list[str]:
+def changed(snapshot: Snapshot) -> list[str]:
     """The paths in a snapshot of ``copied`` whose bytes are no longer what they were."""
     return [path for path, tensor, copy in snapshot if not same_bytes(tensor, copy)]
 
@@ -151,12 +161,17 @@ def _within(got: torch.Tensor, want: torch.Tensor, tolerance: Tolerance) -> bool
     return bool(near.all())
 
 
+_MANY = 16
+"""A truncating store moves about half of all inexact values; fewer than 16, or one in 16, is no sign of it."""
+
+
 def _kind(value: object) -> str:
     return "None" if value is None else "a tensor" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def _hint(difference: TensorDifference, got: torch.Tensor, want: torch.Tensor) -> str:
-    if difference.toward_zero and got.dtype == torch.bfloat16:
+    many = difference.count >= _MANY and difference.count * _MANY >= difference.total
+    if difference.toward_zero and many and got.dtype == torch.bfloat16:
         return (
             "truncation: every differing value is the reference moved one ULP toward zero (a round-toward-zero store)"
         )

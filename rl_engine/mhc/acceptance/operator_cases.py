@@ -6,6 +6,7 @@ and once with the oracle. The names are ``operator.output``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,13 +25,19 @@ Inputs = tuple[torch.Tensor, ...]
 class OperatorCase:
     """One set of inputs for one operator: ``run(ops, inputs(hidden, numeric_profile))``.
 
-    The published edges are drawn as their profile draws them, all others by Philox.
+    The published edges are drawn as their profile draws them, all others by Philox. ``row_inputs`` are the
+    positions of the inputs, and ``row_outputs`` the outputs, whose first axis is one of independent rows. Where
+    ``may_refuse`` is set, the case is outside the frozen contract: right bytes or a typed refusal, never wrong
+    bytes.
     """
 
     name: str
     about: str
     inputs: Callable[[int, str], Inputs]
     run: Callable[[Any, Inputs], Outputs]
+    row_inputs: tuple[int, ...] = ()
+    row_outputs: tuple[str, ...] = ()
+    may_refuse: bool = False
 
 
 def run_sinkhorn(ops: Any, inputs: Inputs) -> Outputs:
@@ -42,10 +49,10 @@ def run_sinkhorn(ops: Any, inputs: Inputs) -> Outputs:
     return {f"{fwd}.pre": pre, f"{fwd}.post": post, f"{fwd}.c": c, "hc_split_sinkhorn_bwd.dh": dh}
 
 
-def run_gemm_rms(ops: Any, inputs: Inputs) -> Outputs:
+def run_gemm_rms(ops: Any, inputs: Inputs, eps: float = MHC_EPS) -> Outputs:
     """``x_flat, weight, dp, dr`` through ``fp32_gemm_rms``."""
     x_flat, weight, dp, dr = inputs
-    p, r, saved = ops.fp32_gemm_rms_fwd(x_flat, weight, MHC_EPS)
+    p, r, saved = ops.fp32_gemm_rms_fwd(x_flat, weight, eps)
     dx, dw = ops.fp32_gemm_rms_bwd(dp, dr, x_flat, weight, saved)
     fwd, bwd = "fp32_gemm_rms_fwd", "fp32_gemm_rms_bwd"
     return {f"{fwd}.P": p, f"{fwd}.r": r, f"{bwd}.dX": dx, f"{bwd}.dW": dw}
@@ -68,10 +75,10 @@ def run_aggregate(ops: Any, inputs: Inputs) -> Outputs:
     return {"h_aggregate_fwd.hidden": hidden, "h_aggregate_bwd.dR": dr, "h_aggregate_bwd.dPRE": dpre}
 
 
-def run_rmsnorm(ops: Any, inputs: Inputs) -> Outputs:
+def run_rmsnorm(ops: Any, inputs: Inputs, eps: float = RMSNORM_EPS) -> Outputs:
     """``x, gamma, dy, d_residual`` through ``rmsnorm_residual``."""
     x, gamma, dy, d_residual = inputs
-    y, residual, saved = ops.rmsnorm_residual_fwd(x, gamma, RMSNORM_EPS)
+    y, residual, saved = ops.rmsnorm_residual_fwd(x, gamma, eps)
     dx, dgamma = ops.rmsnorm_residual_bwd(dy, d_residual, x, gamma, saved)
     fwd, bwd = "rmsnorm_residual_fwd", "rmsnorm_residual_bwd"
     return {f"{fwd}.y": y, f"{fwd}.residual": residual, f"{bwd}.dX": dx, f"{bwd}.dGamma": dgamma}
@@ -80,8 +87,9 @@ def run_rmsnorm(ops: Any, inputs: Inputs) -> Outputs:
 def run_fixed_gemm(ops: Any, inputs: Inputs) -> Outputs:
     """``x, w, dy`` through ``fixed_k_gemm``."""
     x, w, dy = inputs
+    out = ops.fixed_k_gemm_fwd(x, w)
     dx, dw = ops.fixed_k_gemm_bwd(dy, x, w)
-    return {"fixed_k_gemm_fwd.out": ops.fixed_k_gemm_fwd(x, w), "fixed_k_gemm_bwd.dX": dx, "fixed_k_gemm_bwd.dW": dw}
+    return {"fixed_k_gemm_fwd.out": out, "fixed_k_gemm_bwd.dX": dx, "fixed_k_gemm_bwd.dW": dw}
 
 
 def _sinkhorn_extremes(hidden: int, numeric_profile: str) -> Inputs:
@@ -94,9 +102,9 @@ def _sinkhorn_extremes(hidden: int, numeric_profile: str) -> Inputs:
 
 def _gemm_rms_rows(hidden: int, numeric_profile: str) -> Inputs:
     draws, k = PhiloxDraws("gemm_rms_rows"), HC_MULT * hidden
-    x = draws(5, k)
+    x = _full(draws, 33, k)
     x[1], x[2], x[3] = 0.0, x[2] * 1e-30, x[3] * 1e20
-    return x, draws(PROD_CONTROLLER_N, k, scale=draws.weight_scale(k)), draws(5, PROD_CONTROLLER_N), draws(5)
+    return x, draws(PROD_CONTROLLER_N, k, scale=draws.weight_scale(k)), draws(33, PROD_CONTROLLER_N), draws(33)
 
 
 def _post_ties(hidden: int, numeric_profile: str) -> Inputs:
@@ -122,12 +130,64 @@ def _aggregate_ties(hidden: int, numeric_profile: str) -> Inputs:
     return pre, r_old.to(torch.bfloat16), bf16(draws, 4, hidden)
 
 
+def _full(draws: PhiloxDraws, *shape: int) -> torch.Tensor:
+    """FP32 numbers that use all 24 bits, so that their products round."""
+    return draws(*shape) + draws(*shape, scale=2.0**-14)
+
+
+def _aggregate_order(hidden: int, numeric_profile: str) -> Inputs:
+    """Sums of which all but the rounding cancels, so that no BF16 store hides another order or an FMA."""
+    draws = PhiloxDraws("aggregate_order")
+    r_old, pre = bf16(draws, 4, HC_MULT, hidden), _full(draws, 4, HC_MULT)
+    pre[0], r_old[0] = torch.tensor(_CANCELLING), 1.0
+    r_old[1:, 1], r_old[1:, 2:], pre[1:, 1] = -r_old[1:, 0], 0.0, pre[1:, 0]
+    return pre, r_old, bf16(draws, 4, hidden)
+
+
+def _post_order(hidden: int, numeric_profile: str) -> Inputs:
+    """The same for the sum over streams, and for its sum with ``POST * y``."""
+    draws = PhiloxDraws("post_order")
+    r_old, y = bf16(draws, 4, HC_MULT, hidden), bf16(draws, 4, hidden)
+    c, post = _full(draws, 4, HC_MULT, HC_MULT), _full(draws, 4, HC_MULT)
+    c[0], post[0], r_old[0] = torch.tensor(_CANCELLING)[:, None], 0.0, 1.0
+    r_old[1:], c[1:] = 0.0, 0.0
+    r_old[1:, 0], c[1:, 0] = y[1:], -post[1:]
+    return r_old, y, c, post, bf16(draws, 4, HC_MULT, hidden)
+
+
+def _rms_near_ties(hidden: int, numeric_profile: str) -> Inputs:
+    """FP32 gammas that put ``(x*r)*gamma`` on, or an FP32 ULP beside, the middle of two BF16 values."""
+    draws = PhiloxDraws("rms_near_ties")
+    row = bf16(draws, 1, hidden)
+    r = 1.0 / (row.double().square().mean() + RMSNORM_EPS).sqrt()  # has to come close, no more
+    ties = 1 + (torch.arange(hidden) % 64) * 2.0**-7 + 2.0**-8
+    gamma = (ties / (row.double() * r)).float()[0]
+    return torch.cat((row, -row)), gamma, bf16(draws, 2, hidden), bf16(draws, 2, hidden, scale=0.25)
+
+
+def _gemm_rms_tiny(hidden: int, numeric_profile: str) -> Inputs:
+    """``dp = 0``, so that the RMS leg and its guard are seen alone; rows small enough for eps to matter."""
+    draws, k = PhiloxDraws("gemm_rms_tiny"), HC_MULT * hidden
+    x = _full(draws, 33, k)
+    x[1], x[2], x[3], x[4] = 0.0, x[2] * 1e-30, x[3] * 2.0**-12, x[4] * 1e-6
+    dp = torch.zeros(33, PROD_CONTROLLER_N)
+    return x, draws(PROD_CONTROLLER_N, k, scale=draws.weight_scale(k)), dp, draws(33)
+
+
+_CANCELLING = (1.0, 2.0**-25, -1.0, 1.5 * 2.0**-25)
+"""Sums to another value by every order but the tree."""
+
+
 def _fixed_gemm(rows: int, dtype: torch.dtype) -> Callable[[int, str], Inputs]:
     def draw(hidden: int, numeric_profile: str) -> Inputs:
         draws = PhiloxDraws(f"fixed_gemm.{rows}")
-        return draws(rows, hidden).to(dtype), draws(17, hidden).to(dtype), draws(rows, 17)
+        return _full(draws, rows, hidden).to(dtype), _full(draws, 17, hidden).to(dtype), _full(draws, rows, 17)
 
     return draw
+
+
+OTHER_EPS = 1e-5
+_GEMM_ROWS = ((0, 2), ("fixed_k_gemm_fwd.out", "fixed_k_gemm_bwd.dX"))
 
 
 def _rms_edges(gamma_dtype: str) -> Callable[[int, str], Inputs]:
@@ -147,7 +207,26 @@ OPERATOR_CASES = (
     OperatorCase("gemm_rms_rows", "FP32 rows of 0, 1e-30 and 1e20", _gemm_rms_rows, run_gemm_rms),
     OperatorCase("post_ties", "stores exactly half-way between two BF16 values", _post_ties, run_post),
     OperatorCase("aggregate_ties", "stores exactly half-way, and negative zeros", _aggregate_ties, run_aggregate),
-    OperatorCase("fixed_gemm", "33 rows, FP32", _fixed_gemm(33, torch.float32), run_fixed_gemm),
+    OperatorCase("post_order", "sums of which all but the rounding cancels", _post_order, run_post),
+    OperatorCase("aggregate_order", "sums of which all but the rounding cancels", _aggregate_order, run_aggregate),
+    OperatorCase("rms_near_ties", "products on and beside the middle of two BF16 values", _rms_near_ties, run_rmsnorm),
+    OperatorCase("gemm_rms_tiny", "the RMS leg alone, rows of 0 to 2^-12", _gemm_rms_tiny, run_gemm_rms),
+    OperatorCase(
+        "rms_other_eps",
+        "eps 1e-5 as an argument: its bytes, or a refusal",
+        _rms_edges("bfloat16"),
+        functools.partial(run_rmsnorm, eps=OTHER_EPS),
+        may_refuse=True,
+    ),
+    OperatorCase(
+        "gemm_rms_other_eps",
+        "eps 1e-5 as an argument: its bytes, or a refusal",
+        _gemm_rms_tiny,
+        functools.partial(run_gemm_rms, eps=OTHER_EPS),
+        may_refuse=True,
+    ),
+    OperatorCase("fixed_gemm", "33 rows, FP32", _fixed_gemm(33, torch.float32), run_fixed_gemm, *_GEMM_ROWS),
+    OperatorCase("fixed_gemm_many", "257 rows, FP32", _fixed_gemm(257, torch.float32), run_fixed_gemm, *_GEMM_ROWS),
     OperatorCase("fixed_gemm_bf16", "one row, BF16", _fixed_gemm(1, torch.bfloat16), run_fixed_gemm),
     OperatorCase("fixed_gemm_empty", "no rows", _fixed_gemm(0, torch.float32), run_fixed_gemm),
 )

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import platform
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
+from rl_engine.mhc.acceptance.judge import guarded
 from rl_engine.mhc.acceptance.observed import Observed
 from rl_engine.mhc.acceptance.verdict import Check, Divergence
 from rl_engine.mhc.contract import ORACLE_PROFILE
 from rl_engine.mhc.fixtures import GOLDEN_CASES, golden_manifest, load_manifest, moved_hashes
-from rl_engine.mhc.provider import ReferenceProvider
+from rl_engine.mhc.provider import REFERENCE_BACKEND, ReferenceProvider
 
 GOLDEN_GROUP = "golden"
 GROUP = "provenance"
@@ -21,6 +23,7 @@ REQUIRED_PROVENANCE = ("requested_backend", "actual_backend", "numeric_profile",
 def environment(device: torch.device) -> dict[str, str]:
     """What the run depended on, read from the machine."""
     facts = {
+        "rl_engine.mhc": _version(),
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "machine": platform.machine(),
@@ -32,11 +35,18 @@ def environment(device: torch.device) -> dict[str, str]:
     return facts
 
 
+def _version() -> str:
+    try:
+        return version("rl-engine-mhc")
+    except PackageNotFoundError:
+        return "a checkout that is not installed"
+
+
 def provenance(observed: Observed) -> dict[str, Any]:
     """The provider's own statement, beside what was observed to run."""
-    stated = observed.provider.provenance()
+    stated, _ = guarded(observed.provider.provenance)
     return {
-        "stated": {key: stated.get(key) for key in REQUIRED_PROVENANCE} if isinstance(stated, dict) else {},
+        "stated": {key: str(stated.get(key)) for key in REQUIRED_PROVENANCE} if isinstance(stated, dict) else {},
         "requested_backend": observed.name,
         "actual_backend": observed.actual_backend(),
         "numeric_profile": observed.numeric_profile,
@@ -75,15 +85,22 @@ def origin_checks(observed: Observed) -> list[Check]:
     fallbacks = [f"{op} ran the reference's {', '.join(inside)}" for op, inside in observed.fallbacks.items()]
     checks = [_check("claimed operators are the provider's own", fallbacks, len(observed.claimed))]
     if type(observed.provider) is not ReferenceProvider:
-        hollow = (
-            [] if observed.claimed else [f"{observed.name!r} claims no operator: it is the reference by another name"]
-        )
-        checks.append(_check("the candidate is not the reference", hollow))
+        checks.append(_check("the candidate is not the reference", _reference_in_disguise(observed)))
     return [*checks, _check("the provider states what ran", _misstated(observed), len(REQUIRED_PROVENANCE))]
 
 
+def _reference_in_disguise(observed: Observed) -> list[str]:
+    names = {"name": observed.name, "backend": observed.capabilities().get("backend")}
+    wrong = [
+        f"{what}: got {name!r}, which is the reference's" for what, name in names.items() if name == REFERENCE_BACKEND
+    ]
+    return wrong if observed.claimed else [f"{observed.name!r} claims no operator: it is the reference by another name"]
+
+
 def _misstated(observed: Observed) -> list[str]:
-    stated = observed.provider.provenance()
+    stated, error = guarded(observed.provider.provenance)
+    if error is not None:
+        return [f"provenance: raised {error.message}"]
     if not isinstance(stated, dict):
         return [f"provenance: got {type(stated).__name__}, want a dict"]
     truth = {

@@ -15,6 +15,7 @@ from rl_engine.mhc.block import SUPPORTED_FUSION, SUPPORTED_PLACEMENTS, SUPPORTE
 from rl_engine.mhc.capabilities import declared_names
 from rl_engine.mhc.contract import (
     FUSION_MODES,
+    HC_MULT,
     PLACEMENTS,
     ROW_GEOMETRIES,
     TRAINABILITY_MODES,
@@ -34,14 +35,16 @@ _MODES = {
 def refusal_checks(provider: Any, batch: ResidualBatch) -> list[Check]:
     """Every check of this group; ``batch`` is one that the provider serves."""
     checks = [_declaration(provider), _signatures(provider)]
+    forward, _ = guarded(functools.partial(provider.mhc_pre_fwd, batch))
+    saved = {} if forward is None else forward[-1]
     for key, (field, vocabulary, _) in _MODES.items():
         declared = declared_names(provider.capabilities(), key)
         for mode in (*vocabulary, f"no-such-{field.replace('_', '-')}"):
             if mode not in declared:
                 contract = batch.contract.with_mode(field, mode)
                 asked = dataclasses.replace(batch, contract=contract, weight_fingerprint="")
-                checks += _refused(provider, f"{field} {mode}", asked)
-    return checks + _refused(provider, "a device that is not declared", _on_meta(batch))
+                checks += _refused(provider, f"{field} {mode}", asked, saved)
+    return checks + _refused(provider, "a device that is not declared", _on_meta(batch), saved)
 
 
 def _declaration(provider: Any) -> Check:
@@ -68,13 +71,14 @@ def _signatures(provider: Any) -> Check:
     return _check("signatures", wrong, "signature", len(OPERATORS))
 
 
-def _refused(provider: Any, what: str, batch: ResidualBatch) -> list[Check]:
+def _refused(provider: Any, what: str, batch: ResidualBatch, saved: Any) -> list[Check]:
     """The block and the composites must raise a typed error for ``batch``, and no operator may have run by then."""
     checks = []
     entries = {
         "block": lambda ops: mhc_block_forward(batch, ops=ops),
         "mhc_pre_fwd": lambda ops: ops.mhc_pre_fwd(batch),
         "mhc_pre_rmsnorm_fused_fwd": lambda ops: ops.mhc_pre_rmsnorm_fused_fwd(batch),
+        "mhc_pre_bwd": lambda ops: ops.mhc_pre_bwd(*_arriving(batch), batch, saved),
     }
     for entry, run in entries.items():
         observed = Observed(provider)
@@ -83,12 +87,24 @@ def _refused(provider: Any, what: str, batch: ResidualBatch) -> list[Check]:
         wrong = []
         if error is None:
             wrong.append("accepted")
-        elif not error.message.startswith(("NotImplementedError", "ValueError", "TypeError")):
+        elif not error.message.startswith("NotImplementedError") and not _names_the_mode(error.message):
             wrong.append(f"raised {error.message}")
         if ran:
             wrong.append(f"ran {', '.join(ran)} first")
         checks.append(_check(f"{entry} refuses {what}", wrong, entry))
     return checks
+
+
+def _names_the_mode(message: str) -> bool:
+    """A mode that no vocabulary has may be a ``ValueError`` too, if the message is about the mode."""
+    return message.startswith("ValueError") and any(field in message for field, _, _ in _MODES.values())
+
+
+def _arriving(batch: ResidualBatch) -> list[torch.Tensor]:
+    """``dhidden, dpost, dc`` of zeros for ``mhc_pre_bwd``."""
+    t, d = batch.tokens, batch.hidden
+    shapes = ((t, d), (t, HC_MULT), (t, HC_MULT, HC_MULT))
+    return [torch.zeros(shape, dtype=torch.float32, device=batch.r_old.device) for shape in shapes]
 
 
 def _on_meta(batch: ResidualBatch) -> ResidualBatch:

