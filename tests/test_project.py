@@ -115,7 +115,8 @@ def test_make_test_lints_types_and_tests() -> None:
 
 
 def test_make_check_judges_the_reference() -> None:
-    assert make("--dry-run", "check").splitlines() == [".venv/bin/python scripts/check_p1.py --provider reference"]
+    judge = ".venv/bin/python scripts/check_p1.py --provider reference"
+    assert make("--dry-run", "check").splitlines() == [judge, f"{judge} --profile portable-fp32-mhc-v1"]
 
 
 def test_ci_runs_the_two_commands() -> None:

@@ -110,6 +110,9 @@ def test_a_saved_batch_shows_a_defect(command: Command, saved: tuple[Path, Path]
 KEYS = {
     "schema": str,
     "passed": bool,
+    "compared_with": str,
+    "byte_equality": bool,
+    "options": dict,
     "provider": str,
     "numeric_profile": str,
     "device": str,
@@ -142,7 +145,7 @@ DIFFERENCE_KEYS = {
     "reference": (float, str),
     "max_ulp": int,
     "median_ulp": float,
-    "signed_bias_ulp": float,
+    "signed_bias_ulp", "magnitude_bias_ulp": float,
     "toward_zero": bool,
 }
 

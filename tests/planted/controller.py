@@ -50,7 +50,7 @@ class FusedMultiplyAddK(Planted):
     fp32_gemm_rms_fwd = kernel(kernels.fp32_gemm_rms_fwd, fold=arithmetic.fused)
 
 
-@planted("fp32_gemm_rms_bwd.dX", "operators", "gemm_rms_rows", hidden_in="packed_t7_odd")
+@planted("fp32_gemm_rms_fwd.r", "operators", "gemm_rms_rows", hidden_in="packed_t7_odd")
 class FusedMultiplyAddSquares(Planted):
     """The sum of squares rounds square and sum together, which only FP32 inputs show: BF16 squares are exact."""
 

@@ -128,7 +128,7 @@ class InputScratch(Planted):
         return out
 
 
-@planted("y_sublayer", "invariance", says=("inputs changed",), beside=("boundaries",))
+@planted("y_sublayer", "invariance", says=("inputs changed",))
 class InputMutatedAtTheEnd(Planted):
     """The backward leaves its input changed once nobody reads it any more."""
 
