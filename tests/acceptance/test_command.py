@@ -145,7 +145,8 @@ DIFFERENCE_KEYS = {
     "reference": (float, str),
     "max_ulp": int,
     "median_ulp": float,
-    "signed_bias_ulp", "magnitude_bias_ulp": float,
+    "signed_bias_ulp": float,
+    "magnitude_bias_ulp": float,
     "toward_zero": bool,
 }
 
