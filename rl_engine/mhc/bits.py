@@ -139,7 +139,7 @@ def tensor_difference(candidate: torch.Tensor, reference: torch.Tensor) -> Tenso
         candidate=float(got[0]),
         reference=float(want[0]),
         max_ulp=int(distance.max()) if distance.numel() else 0,
-        median_ulp=float(distance.double().quantile(0.5)) if 0 < distance.numel() <= 1 << 22 else _median(distance),
+        median_ulp=_median(distance),
         signed_bias_ulp=float(signed.double().mean()) if signed.numel() else 0.0,
         magnitude_bias_ulp=float((signed * side).double().mean()) if signed.numel() else 0.0,
         toward_zero=signed.numel() == count and bool((signed == inward).all()),
@@ -147,5 +147,8 @@ def tensor_difference(candidate: torch.Tensor, reference: torch.Tensor) -> Tenso
 
 
 def _median(distance: torch.Tensor) -> float:
-    """The lower median of a 1-D int64 tensor (``quantile`` refuses very long ones); 0 for an empty one."""
-    return float(distance.median()) if distance.numel() else 0.0
+    """The median of a 1-D int64 tensor, between the two middle ones of an even number; 0 for an empty one."""
+    if not distance.numel():
+        return 0.0
+    ordered, middle = distance.sort().values, distance.numel() // 2
+    return float(ordered[middle] if distance.numel() % 2 else ordered[middle - 1 : middle + 1].double().mean())

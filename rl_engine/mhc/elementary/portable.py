@@ -22,7 +22,7 @@ import torch
 from rl_engine.mhc.elementary.recipe import Elementary
 from rl_engine.mhc.float_mode import require_subnormals
 
-_CHUNK = 1 << 13
+_CHUNK = 1 << 14
 """Elements worked on at a time, so that the temporaries stay in a cache. No bit depends on it."""
 
 _TABLE_BITS = 7
