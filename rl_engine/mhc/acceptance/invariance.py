@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -27,6 +27,7 @@ from rl_engine.mhc.acceptance.judge import (
     rows,
     run_block,
     shared_storage,
+    storages,
 )
 from rl_engine.mhc.acceptance.observed import Observed
 from rl_engine.mhc.acceptance.verdict import Check, Divergence
@@ -37,8 +38,11 @@ from rl_engine.mhc.profiles import get_profile
 GROUP = "invariance"
 SAMPLED_ROWS = 32
 THREADS = (1, 2, 7)
-SWEEP_TOKENS = (1, 15, 16, 17, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 2048, 2049)
-"""Batch sizes around the powers of two at which kernels change their launch or their split."""
+SWEEP_TOKENS = (*range(1, 18), 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 255, 256, 2048, 2049)
+"""Every batch size up to 17, and those around the powers of two at which kernels change their launch or split."""
+
+_PRE_RETURNS = ("pre.hidden", "split.pre", "split.post", "split.c")
+_FUSED_RETURNS = ("pre.hidden", "norm.normalized", "norm.residual", "split.post", "split.c")
 
 Pair = tuple[ResidualBatch, GradBoundary | None]
 Found = tuple[int, tuple[Divergence, ...]]
@@ -89,6 +93,9 @@ class Prober:
         laws = {
             "poisoned allocations": self.poisoned,
             "thread counts": self.threads,
+            "called as a user calls it": self.unobserved,
+            "forwards in between": self.interleaved,
+            "labels and zero gradients": self.labels,
             "each row alone": self.rows_alone,
             "other batch sizes": self.resized,
             "permuted rows": self.permuted,
@@ -137,8 +144,10 @@ class Prober:
 
     def layout(self, layout: layouts.Layout) -> Found:
         """Every tensor of the batch in another memory layout."""
-        moved = self.run(layouts.laid_out(self.case.batch, self.case.grads, layout))
-        return 1, compare(moved, self.base)
+        pair = layouts.laid_out(self.case.batch, self.case.grads, layout)
+        around = storages(pair[0]) + storages(pair[1])
+        found = compare(self.run(pair), self.base)
+        return 1, found + _storage(changed(around), "memory around the inputs changed")
 
     def expanded(self) -> Found:
         """Row 0 repeated by a zero stride, against its contiguous copy and the first run's row 0."""
@@ -175,13 +184,52 @@ class Prober:
         return len(THREADS), ()
 
     def nan_row(self) -> Found:
-        """With the middle row NaN, every other row keeps its bytes."""
+        """With the middle row NaN, every other row keeps its bytes, and that row is NaN where the oracle's is."""
         batch, grads = layouts.cloned(self.case.batch, self.case.grads)
         middle = batch.tokens // 2
         batch.r_old[middle] = float("nan")
         others = torch.tensor([i for i in range(batch.tokens) if i != middle], dtype=torch.int64)
         index = others.to(batch.r_old.device)
-        return 1, compare(rows(self.run((batch, grads)), index), rows(self.base, index))
+        moved = self.run((batch, grads))
+        found = compare(rows(moved, index), rows(self.base, index))
+        return 2, found or compare(moved, run_block(None, batch, grads).tensors, self.profile)
+
+    def unobserved(self) -> Found:
+        """The provider itself, without ``ops`` handed down: the same block, and composites return what they save."""
+        batch, grads = layouts.cloned(self.case.batch, self.case.grads)
+        provider = self.ops.provider
+        found = compare(run_block(provider, batch, grads).tensors, self.base)
+        for returned, names in (
+            (provider.mhc_pre_fwd(batch), _PRE_RETURNS),
+            (provider.mhc_pre_rmsnorm_fused_fwd(batch), _FUSED_RETURNS),
+        ):
+            found += compare(dict(zip(names, returned, strict=False)), self._only(names))
+        return 3, found
+
+    def interleaved(self) -> Found:
+        """Another forward between a forward and its backward changes nothing: all state is in ``saved``."""
+        batch, grads = layouts.cloned(self.case.batch, self.case.grads)
+        if grads is None:
+            return 0, ()
+        _, saved = mhc_block_forward(batch, ops=self.ops)
+        mhc_block_forward(self.pick([*range(batch.tokens), 0])[0], ops=self.ops)
+        result = named_grads(mhc_block_backward(batch, saved, grads, ops=self.ops))
+        return 1, compare(result, self._only(tuple(result)))
+
+    def labels(self) -> Found:
+        """Token ids and the layer's number change nothing; gradients that are all zero give the oracle's zeros."""
+        batch, grads = layouts.cloned(self.case.batch, self.case.grads)
+        contract = dataclasses.replace(batch.contract, layer_index=batch.contract.layer_index + 1)
+        batch = dataclasses.replace(batch, contract=contract, token_id=torch.full_like(batch.token_id, -1))
+        found = compare(self.run((batch, grads)), self.base)
+        if grads is None:
+            return 1, found
+        zeros = torch.zeros_like
+        grads = GradBoundary(zeros(grads.d_r_new), zeros(grads.d_normalized), zeros(grads.d_residual))
+        return 2, found or compare(self.run((batch, grads)), run_block(None, batch, grads).tensors, self.profile)
+
+    def _only(self, names: Sequence[str]) -> Tensors:
+        return {name: self.base[name] for name in names}
 
     def untouched(self) -> Found:
         """Inputs and ``saved`` keep their bytes, backward can run twice, no output lives in an input's storage."""

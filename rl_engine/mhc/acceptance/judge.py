@@ -80,6 +80,8 @@ def compare_tensor(name: str, got: object, want: object, tolerance: Tolerance | 
         if got is None and want is None:
             return None
         return Divergence(name, "presence", f"got {_kind(got)}, want {_kind(want)}")
+    if type(got) is not torch.Tensor:
+        return Divergence(name, "type", f"got a {type(got).__name__}, want a plain torch.Tensor")
     if got.dtype != want.dtype:
         return Divergence(name, "dtype", f"got {got.dtype}, want {want.dtype}")
     if got.shape != want.shape:
@@ -126,6 +128,15 @@ def copied(value: Any) -> Snapshot:
 def changed(snapshot: Snapshot) -> list[str]:
     """The paths in a snapshot of ``copied`` whose bytes are no longer what they were."""
     return [path for path, tensor, copy in snapshot if not same_bytes(tensor, copy)]
+
+
+def storages(value: Any) -> Snapshot:
+    """Like ``copied``, but of the whole storage that each tensor lives in, as bytes: what lies around it counts too."""
+    whole = {}
+    for path, tensor in tensors_in(value):
+        around = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        whole[path] = around.set_(tensor.untyped_storage())
+    return copied(whole)
 
 
 def shared_storage(outputs: Mapping[str, torch.Tensor | None], inputs: Any) -> list[str]:

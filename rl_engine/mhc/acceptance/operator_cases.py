@@ -165,6 +165,26 @@ def _rms_near_ties(hidden: int, numeric_profile: str) -> Inputs:
     return torch.cat((row, -row)), gamma, bf16(draws, 2, hidden), bf16(draws, 2, hidden, scale=0.25)
 
 
+def _post_specials(hidden: int, numeric_profile: str) -> Inputs:
+    """Infinities, NaN, and sums beyond the largest BF16 number, which become infinite; FP32 gradients."""
+    draws = PhiloxDraws("post_specials")
+    r_old, y = bf16(draws, 5, HC_MULT, hidden), bf16(draws, 5, hidden)
+    r_old[1], r_old[2, 0], y[3], r_old[4, 1] = 3e38, float("inf"), float("nan"), float("-inf")
+    return r_old, y, draws(5, HC_MULT, HC_MULT), draws(5, HC_MULT), _full(draws, 5, HC_MULT, hidden)
+
+
+def _rms_fp32_grads(hidden: int, numeric_profile: str) -> Inputs:
+    """FP32 gradients arriving, which no kernel may round on the way in."""
+    draws = PhiloxDraws("rms_fp32_grads")
+    return bf16(draws, 3, hidden), draws(hidden), _full(draws, 3, hidden), _full(draws, 3, hidden)
+
+
+def _gemm_rms_bf16(hidden: int, numeric_profile: str) -> Inputs:
+    """A BF16 residual, widened exactly."""
+    x, weight, dp, dr = _gemm_rms_rows(hidden, numeric_profile)
+    return x.to(torch.bfloat16), weight, dp, dr
+
+
 def _gemm_rms_tiny(hidden: int, numeric_profile: str) -> Inputs:
     """``dp = 0``, so that the RMS leg and its guard are seen alone; rows small enough for eps to matter."""
     draws, k = PhiloxDraws("gemm_rms_tiny"), HC_MULT * hidden
@@ -211,6 +231,9 @@ OPERATOR_CASES = (
     OperatorCase("aggregate_order", "sums of which all but the rounding cancels", _aggregate_order, run_aggregate),
     OperatorCase("rms_near_ties", "products on and beside the middle of two BF16 values", _rms_near_ties, run_rmsnorm),
     OperatorCase("gemm_rms_tiny", "the RMS leg alone, rows of 0 to 2^-12", _gemm_rms_tiny, run_gemm_rms),
+    OperatorCase("gemm_rms_bf16", "BF16 rows of 0, 1e-30 and 1e20", _gemm_rms_bf16, run_gemm_rms),
+    OperatorCase("post_specials", "infinities, NaN, overflow in the store, FP32 gradients", _post_specials, run_post),
+    OperatorCase("rms_fp32_grads", "FP32 gradients arriving", _rms_fp32_grads, run_rmsnorm),
     OperatorCase(
         "rms_other_eps",
         "eps 1e-5 as an argument: its bytes, or a refusal",

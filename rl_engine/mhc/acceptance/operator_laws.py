@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from rl_engine.mhc.acceptance.invariance import poisoned_allocations, sampled
-from rl_engine.mhc.acceptance.judge import changed, compare, copied, guarded
+from rl_engine.mhc.acceptance.judge import changed, compare, copied, guarded, storages
 from rl_engine.mhc.acceptance.layouts import LAYOUTS, Layout
 from rl_engine.mhc.acceptance.observed import Observed
 from rl_engine.mhc.acceptance.operator_cases import Inputs, OperatorCase, Outputs
@@ -74,7 +74,11 @@ class OperatorProber:
 
     def layout(self, layout: Layout) -> Found:
         """Every argument in another memory layout."""
-        return 1, compare(self.run(tuple(layout(t) for t in self.inputs)), self.reference, self.profile)
+        inputs = tuple(layout(t) for t in self.inputs)
+        around = storages(inputs)
+        found = compare(self.run(inputs), self.reference, self.profile)
+        where = next(iter(self.reference))
+        return 1, (*found, *(Divergence(where, "storage", f"memory around input {p} changed") for p in changed(around)))
 
     def rows_alone(self) -> Found:
         """Each row (a sample of many) by itself, against that row of the whole."""

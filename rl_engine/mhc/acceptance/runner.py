@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from rl_engine.mhc.acceptance import layouts
+from rl_engine.mhc.acceptance import layouts, surroundings
 from rl_engine.mhc.acceptance.cases import DEFAULT_TOKENS, GEOMETRIES, Case, geometry_specs, seeded_specs
 from rl_engine.mhc.acceptance.invariance import SWEEP_TOKENS, Prober, inputs_changed, sweep
 from rl_engine.mhc.acceptance.judge import Run, changed, compare, copied, guarded, run_block
@@ -135,10 +135,21 @@ class _Session:
     def step(self, label: str, checks: Callable[[], Any]) -> None:
         """Collect the checks of one step and report progress before each."""
         self.progress(label, self.done, self.total)
-        for check in checks():
+        before = surroundings.snapshot()
+        for check in self.kept(label, before, checks()):
             self.checks.append(check)
             self.progress(f"{label}: {check.name}", self.done, self.total)
         self.done += 1
+
+    def kept(self, label: str, before: dict[str, Any], checks: Iterable[Check]) -> Iterator[Check]:
+        """The checks, and a failed one wherever the candidate has changed the process around it; which is put back."""
+        for check in checks:
+            yield check
+            wrong = surroundings.changes(before)
+            if wrong:
+                surroundings.restore(before)
+                found = (Divergence("process", "surroundings", "; ".join(wrong)),)
+                yield Check("invariance", "the process is left as it was", label, "fail", 1, "; ".join(wrong), found)
 
     def standard(self) -> str:
         """What a run is compared with, as the name of the check."""

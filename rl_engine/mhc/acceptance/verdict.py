@@ -29,10 +29,9 @@ DATAFLOW = (
 class Divergence:
     """One tensor at which a candidate is not the reference.
 
-    ``kind`` is ``bytes``, ``dtype``, ``shape``, ``device``, ``presence`` (``None`` against a tensor), ``refusal``,
-    ``provenance``, ``storage`` (shared or
-    mutated) or ``error`` (an exception). ``difference`` has the figures where the kind is ``bytes``; ``hint`` names
-    a cause that the bytes show by themselves.
+    ``kind`` is ``bytes``, ``type``, ``dtype``, ``shape``, ``device``, ``presence`` (``None`` against a tensor),
+    ``refusal``, ``provenance``, ``storage`` (shared or mutated) or ``error`` (an exception). ``difference`` has the
+    figures where the kind is ``bytes``; ``hint`` names a cause that the bytes show by themselves.
     """
 
     boundary: str

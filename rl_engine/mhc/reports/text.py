@@ -127,7 +127,7 @@ def _failures(verdict: Verdict) -> Iterator[Text]:
 
 def _headline(check: Check, divergence: Divergence) -> str:
     """What failed first: a boundary whose tensor differs, or else the check by its name."""
-    if divergence.kind in ("refusal", "provenance"):
+    if divergence.kind in ("refusal", "provenance", "surroundings"):
         return f"First failure: {check.name}"
     if divergence.kind == "error":
         return f"First failure: {divergence.boundary} raised"
