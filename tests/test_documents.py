@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import platform
 import re
@@ -11,10 +12,12 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
+from benchmarks import profile_error
 from docs import refresh
 from examples import frozen_decisions
 from examples.faulty_providers import DescendingFold, TruncatingStore
@@ -24,12 +27,14 @@ from rl_engine.mhc.acceptance.cases import GEOMETRIES
 from rl_engine.mhc.acceptance.runner import available_cases
 from rl_engine.mhc.bits import differing
 from rl_engine.mhc.fixtures import GOLDEN_CASES, load_manifest
-from rl_engine.mhc.provider import OWNING_TASKS, resolve_provider
+from rl_engine.mhc.provider import OWNING_TASKS, ReferenceProvider, resolve_provider
+from tests.profile_registry import restored_registry
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.joinpath("docs").rglob("*.md")])
 DESIGN = REPOSITORY / "docs" / "design" / "dsv4_p1_mhc_rmsnorm_start_kit.md"
 README = REPOSITORY / "README.md"
+PROFILES = REPOSITORY / "docs" / "numeric_profiles.md"
 
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.M | re.S)
 HOME = (
@@ -170,7 +175,8 @@ def test_a_python_block_runs(
     path: Path, block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    exec(compile(block, str(path), "exec"), {"__name__": "__main__"})
+    with restored_registry():
+        exec(compile(block, str(path), "exec"), {"__name__": "__main__"})
     printed = capsys.readouterr().out
     assert not printed or printed in "".join(blocks(path, "text"))
 
@@ -221,8 +227,9 @@ def test_the_captured_tensors_of_the_readme_are_judged(tmp_path: Path) -> None:
 def test_a_command_exists(document: str, words: list[str]) -> None:
     program, rest = words[0], words[1:]
     if program == "make":
-        targets = re.findall(r"^([a-z]+):.*##", REPOSITORY.joinpath("Makefile").read_text(encoding="utf-8"), re.M)
-        assert rest[-1] in targets
+        targets = re.findall(r"^([a-z-]+):.*##", REPOSITORY.joinpath("Makefile").read_text(encoding="utf-8"), re.M)
+        assert {word for word in rest if "=" not in word} <= set(targets)
+        assert rest
     elif program.endswith("python") and rest[0] == "-m":
         assert rest[1] in ("pip", "rl_engine.mhc.fixtures")
         assert "--profile" not in rest or rest[rest.index("--profile") + 1] in GOLDEN_CASES
@@ -233,7 +240,8 @@ def test_a_command_exists(document: str, words: list[str]) -> None:
         assert options <= cli_options() | {"--help"}
         for option, value in itertools.pairwise(rest):
             if option == "--provider" and not value.startswith("your."):
-                resolve_provider(value)
+                with restored_registry():
+                    resolve_provider(value)
             if option == "--cases":
                 assert set(value.split(",")) <= set(available_cases(Options()))
             if option == "--geometry":
@@ -273,15 +281,72 @@ def test_the_tasks_are_the_providers() -> None:
 
 
 @at_home
-@pytest.mark.parametrize("key", ["--provider stub", "--cases one_row"])
-def test_the_printed_output_is_what_the_command_prints(key: str) -> None:
-    (block,) = [match[0] for match in refresh.CONSOLE.finditer(README.read_text(encoding="utf-8")) if key in match[0]]
+@pytest.mark.parametrize(
+    ("path", "key"),
+    [(README, "--provider stub"), (README, "--cases one_row"), (PROFILES, "TolerantFold"), (PROFILES, "RoundedMix")],
+)
+def test_the_printed_output_is_what_the_command_prints(path: Path, key: str) -> None:
+    (block,) = [match[0] for match in refresh.CONSOLE.finditer(path.read_text(encoding="utf-8")) if key in match[0]]
     assert steady(refresh.CONSOLE.sub(refresh.console, block)) == steady(block)
 
 
 def steady(output: str) -> str:
     """Output without what differs from run to run: seconds and the device."""
     return re.sub(r"^device.*|\(\d+\.\d s\)", "", output, flags=re.M)
+
+
+@at_home
+def test_the_errors_of_the_profiles_page_are_what_the_benchmark_prints() -> None:
+    (printed,) = refresh.ERRORS.findall(PROFILES.read_text(encoding="utf-8"))
+    tables = [part.splitlines()[2:] for part in printed.split("\nD=")]
+    rows = list(profile_error.lines(profile_error.errors(128, 16), markdown=True))
+    assert [line for line in tables[0] if line] == rows
+    assert [line.split("|")[1] for line in tables[1] if line] == [line.split("|")[1] for line in rows]
+
+
+def test_the_hardest_inputs_of_the_profiles_page_are_the_first_of_the_list() -> None:
+    listed = REPOSITORY.joinpath("tests/elementary/hardest_inputs.txt").read_text(encoding="utf-8").splitlines()
+    text = PROFILES.read_text(encoding="utf-8")
+    for name in ("exp", "rsqrt"):
+        first = next(line for line in listed if line.startswith(f"{name} ")).split()[1]
+        assert re.search(rf"^\| {name} \| 4294967296 \| 0 \| `[0-9a-f]{{16}}` \| `0x{first}` ", text, re.M)
+
+
+# --- profiles ---
+
+
+@pytest.fixture
+def own_profiles() -> Iterator[ModuleType]:
+    """The example, imported anew; what it registers is forgotten after the test."""
+    with restored_registry():
+        yield importlib.import_module("examples.own_profiles")
+
+
+def test_the_profiles_of_the_example_are_judged_by_their_own_oracle(own_profiles: ModuleType) -> None:
+    few = Options(cases=("one_row", "post_ties"))
+    near = judge_provider(own_profiles.TolerantFold(), few)
+    assert (near.passed, near.byte_equality, near.compared_with) == (True, False, "portable-fp32-mhc-v1")
+    own = judge_provider(own_profiles.RoundedMixKernel(), few)
+    assert (own.passed, own.byte_equality, own.compared_with) == (True, True, own_profiles.ROUNDED_MIX.id)
+
+
+def test_a_kernel_that_is_the_oracle_of_its_profile_fails(own_profiles: ModuleType) -> None:
+    class Inherits(own_profiles.RoundedMix, ReferenceProvider):  # type: ignore[misc, name-defined]
+        name = "inherits"
+
+    verdict = judge_provider(Inherits(own_profiles.ROUNDED_MIX.id), Options(cases=("post_ties",)))
+    assert verdict.failures[0].name == "claimed operators are the provider's own"
+
+
+def test_the_tolerance_of_the_example_has_an_end(own_profiles: ModuleType) -> None:
+    class TooFar(own_profiles.TolerantFold):  # type: ignore[misc, name-defined]
+        def mhc_post_fwd(self, *args: torch.Tensor) -> torch.Tensor:
+            r_new: torch.Tensor = super().mhc_post_fwd(*args)
+            return r_new * 1.03125
+
+    verdict = judge_provider(TooFar(), Options(cases=("one_row",)))
+    assert verdict.first_divergence is not None
+    assert verdict.first_divergence[1].boundary == "post.r_new"
 
 
 def test_the_numbers_of_published_hashes_are_those_of_the_manifests() -> None:

@@ -131,6 +131,10 @@ def test_a_refused_verdict_is_valid() -> None:
         (["refusals"], [1]),
         (["provenance", "operators", "mhc_post_fwd"], None),
         (["environment", "threads"], 2),
+        (["environment", "rl_engine.mhc"], None),
+        (["options", "cases"], "one_row"),
+        (["options", "geometry"], "wide"),
+        (["options", "surplus"], 1),
         (["checks", 0, "status"], "ok"),
         (["checks", 0, "divergences"], [{"boundary": "post.r_new"}]),
         (["checks", 0, "surplus"], 1),
@@ -154,7 +158,7 @@ def test_a_missing_field_is_found(passed: dict[str, Any]) -> None:
 
 def test_the_page_names_every_field_and_its_example_is_valid() -> None:
     page = DOCS.joinpath("verdict_schema.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"`([a-z_]+)`", page))
+    named = set(re.findall(r"`([a-z_.]+)`", page))
     assert set(properties(SCHEMA)) <= named
     assert set(SCHEMA["$defs"]["kind"]["enum"]) | set(SCHEMA["$defs"]["check"]["properties"]["status"]["enum"]) <= named
     (example,) = re.findall(r"^```json\n(.*?)^```", page, re.M | re.S)

@@ -17,7 +17,7 @@ from rl_engine.mhc.elementary import ORACLE_PROFILE, PORTABLE_PROFILE, RECIPES, 
 from rl_engine.mhc.reduction import LONG_REDUCTION_ORDER, STREAM4_TREE
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoints
+    from importlib.metadata import EntryPoint, EntryPoints
 
 ENTRY_POINT_GROUP = "rl_engine.mhc.profiles"
 EVERY_BOUNDARY = "*"
@@ -36,6 +36,8 @@ class Tolerance:
 
     def __post_init__(self) -> None:
         numbers = (self.ulp, self.rtol, self.atol)
+        if type(self.ulp) is not int or self.ulp >= 1 << 62:
+            raise ValueError(f"tolerance: ulp: got {self.ulp!r}, want an integer below 2^62")
         if not all(math.isfinite(n) and n >= 0 for n in numbers) or not any(numbers):
             raise ValueError(f"tolerance: got {self}, want finite numbers of at least 0, not all 0")
 
@@ -65,6 +67,9 @@ class NumericProfile:
     operators: str = ""
 
     def __post_init__(self) -> None:
+        for boundary, allowed in self.tolerance.items():
+            if not isinstance(boundary, str) or not isinstance(allowed, Tolerance):
+                raise TypeError(f"profile: tolerance[{boundary!r}]: got {type(allowed).__name__}, want a Tolerance")
         object.__setattr__(self, "tolerance", MappingProxyType(dict(self.tolerance)))
 
     @property
@@ -125,11 +130,22 @@ def get_profile(profile_id: str) -> NumericProfile:
     if profile_id not in _REGISTRY:
         for entry in _offered():
             if entry.name == profile_id:
-                register_profile(entry.load())
+                _register_entry(entry)
     try:
         return _REGISTRY[profile_id]
     except KeyError:
         raise ValueError(f"numeric_profile: got {profile_id!r}, want one of: {', '.join(known_profiles())}") from None
+
+
+def _register_entry(entry: EntryPoint) -> None:
+    try:
+        profile = entry.load()
+        if getattr(profile, "id", entry.name) != entry.name:
+            raise ValueError(f"it is the profile {profile.id!r}")
+        register_profile(profile)
+    except Exception as error:  # foreign code: whatever it raises, there is no such profile
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ValueError(f"numeric_profile: entry point {entry.name!r} ({entry.value}): {reason}") from error
 
 
 def _offered() -> EntryPoints:

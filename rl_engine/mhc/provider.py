@@ -21,6 +21,7 @@ from rl_engine.mhc.capabilities import declared_names, require_capabilities
 from rl_engine.mhc.contract import ORACLE_PROFILE, LayerContract, ResidualBatch
 from rl_engine.mhc.operators import OperatorSet, ReferenceOperators, Saved
 from rl_engine.mhc.operators.interface import LEAF_OPERATORS, OPERATORS
+from rl_engine.mhc.profiles import get_profile
 
 REFERENCE_BACKEND = "reference"
 
@@ -72,7 +73,12 @@ class ReferenceProvider(ReferenceOperators):
             cls.name = cls.__name__
 
     def __init__(self, numeric_profile: str = ORACLE_PROFILE) -> None:
-        """The reference of a numeric profile; ``ValueError`` where its id is not known."""
+        """The reference of a numeric profile; ``ValueError`` where it is not known or has operators of its own."""
+        own = get_profile(get_profile(numeric_profile).reference).operators
+        if own:
+            raise ValueError(
+                f"numeric_profile: {numeric_profile!r} is computed by {own}, not by the contract's operators"
+            )
         super().__init__(numeric_profile)
 
     def capabilities(self) -> dict[str, Any]:

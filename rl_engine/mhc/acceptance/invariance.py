@@ -257,9 +257,9 @@ class Prober:
         return layouts.selected(self.case.batch, self.case.grads, index)
 
 
-def inputs_changed(case: Case, paths: list[str]) -> Check:
-    """The failed check of a candidate that changed its inputs in its very first run."""
-    found = _storage(paths, "inputs changed")
+def storage_check(case: Case, paths: list[str], misuse: Sequence[Divergence]) -> Check:
+    """The failed check of a candidate that wrote where it must not in its very first run, and has other bytes too."""
+    found = (*_storage(paths, "inputs changed"), *misuse)
     return Check(GROUP, "inputs and saved unchanged", case.name, "fail", 1, found[0].message, found)
 
 

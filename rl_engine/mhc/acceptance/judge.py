@@ -88,8 +88,10 @@ def compare_tensor(name: str, got: object, want: object, tolerance: Tolerance | 
         return Divergence(name, "shape", f"got {tuple(got.shape)}, want {tuple(want.shape)}")
     if got.device != want.device:
         return Divergence(name, "device", f"got {got.device}, want {want.device}")
+    if tolerance is not None:
+        got = torch.where(_near(got, want, tolerance), want, got)
     difference = tensor_difference(got, want)
-    if difference is None or (tolerance is not None and _within(got, want, tolerance)):
+    if difference is None:
         return None
     message = f"{difference.count} of {difference.total} elements differ"
     return Divergence(name, "bytes", message, difference, _hint(difference, got, want))
@@ -152,24 +154,26 @@ def shared_storage(outputs: Mapping[str, torch.Tensor | None], inputs: Any) -> l
 def guarded(action: Callable[[], Any]) -> tuple[Any, Divergence | None]:
     """Run code of a candidate: its result, or the exception as a divergence.
 
-    Whatever a candidate raises is a finding about the candidate and must not end the judge. The divergence is at the
-    operator that raised, where one was running.
+    Whatever a candidate raises is a finding about the candidate and must not end the judge; a ``KeyboardInterrupt``
+    is the user's. The divergence is at the operator that raised, where one was running.
     """
     try:
         return action(), None
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         text = " ".join(str(error).split()) or "no message"
         where = str(vars(error).get("mhc_operator", "block"))
         return None, Divergence(where, "error", f"{type(error).__name__}: {text}")
 
 
-def _within(got: torch.Tensor, want: torch.Tensor, tolerance: Tolerance) -> bool:
-    """Whether every element is near enough; a NaN is near a NaN alone, an infinity near itself alone."""
+def _near(got: torch.Tensor, want: torch.Tensor, tolerance: Tolerance) -> torch.Tensor:
+    """Which elements are near enough; a NaN is near a NaN alone, an infinity near itself alone."""
     near = ~differing(got, want)
     finite = torch.isfinite(got) & torch.isfinite(want)
     near |= finite & ((ordinals(got) - ordinals(want)).abs() <= tolerance.ulp)
     near |= finite & ((got.double() - want.double()).abs() <= tolerance.atol + tolerance.rtol * want.double().abs())
-    return bool(near.all())
+    return near
 
 
 _MANY = 16

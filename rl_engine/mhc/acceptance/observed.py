@@ -105,7 +105,7 @@ class Observed:
             if before:
                 self._watch(operator, result, before)
             return result
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             vars(error).setdefault("mhc_operator", operator)
             raise
         finally:

@@ -141,7 +141,7 @@ def _aggregate_order(hidden: int, numeric_profile: str) -> Inputs:
     r_old, pre = bf16(draws, 4, HC_MULT, hidden), _full(draws, 4, HC_MULT)
     pre[0], r_old[0] = torch.tensor(_CANCELLING), 1.0
     r_old[1:, 1], r_old[1:, 2:], pre[1:, 1] = -r_old[1:, 0], 0.0, pre[1:, 0]
-    return pre, r_old, bf16(draws, 4, hidden)
+    return pre, r_old, _full(draws, 4, hidden)
 
 
 def _post_order(hidden: int, numeric_profile: str) -> Inputs:

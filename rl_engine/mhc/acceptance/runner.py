@@ -13,7 +13,7 @@ import torch
 
 from rl_engine.mhc.acceptance import layouts, surroundings
 from rl_engine.mhc.acceptance.cases import DEFAULT_TOKENS, GEOMETRIES, Case, geometry_specs, seeded_specs
-from rl_engine.mhc.acceptance.invariance import SWEEP_TOKENS, Prober, inputs_changed, sweep
+from rl_engine.mhc.acceptance.invariance import SWEEP_TOKENS, Prober, storage_check, sweep
 from rl_engine.mhc.acceptance.judge import Run, changed, compare, copied, guarded, run_block
 from rl_engine.mhc.acceptance.observed import Observed
 from rl_engine.mhc.acceptance.operator_cases import OPERATOR_CASES, OperatorCase
@@ -22,6 +22,8 @@ from rl_engine.mhc.acceptance.origin import environment, golden_check, origin_ch
 from rl_engine.mhc.acceptance.refusals import refusal_checks
 from rl_engine.mhc.acceptance.verdict import Check, Divergence, Verdict
 from rl_engine.mhc.contract import FUSION_MODES, TRAINABILITY_MODES
+from rl_engine.mhc.float_mode import require_subnormals
+from rl_engine.mhc.operators import reference_operators
 from rl_engine.mhc.profiles import NumericProfile, get_profile
 from rl_engine.mhc.provider import MHCProvider, check_capability, owning_task, unimplemented_operators
 
@@ -92,7 +94,8 @@ class _Session:
     def verdict(self) -> Verdict:
         """Run everything that the provider is declared for."""
         observed, stated = None, {}
-        if not self.refuse("all cases", lambda: get_profile(self.profile)):
+        sound = not self.refuse("all cases", require_subnormals)
+        if sound and not self.refuse("all cases", lambda: reference_operators(self.profile)):
             self.known = get_profile(self.profile)
             base, cases = self.cases()
             served = [case for case in cases if not self.refuse(case.name, functools.partial(self.gate, case))]
@@ -168,6 +171,11 @@ class _Session:
         case.batch.validate()
         if case.grads is not None:
             case.grads.validate(case.batch)
+        named = case.batch.contract.numeric_profile
+        if named != self.profile:
+            raise NotImplementedError(
+                f"the batch names the numeric profile {named!r}, want {self.profile!r} (fail-closed)"
+            )
         check_capability(self.provider, case.batch.contract, case.batch)
 
     def cases(self) -> tuple[Case, list[Case]]:
@@ -195,8 +203,7 @@ class _Session:
         inputs = copied(batch) + copied(grads)
         with observed.watched():
             base, error = guarded(lambda: run_block(observed, batch, grads))
-        if changed(inputs):
-            yield inputs_changed(case, changed(inputs))
+        misuse = observed.misuse
         if error is None:
             found = compare(base.tensors, reference.tensors, self.known)
         else:
@@ -204,6 +211,8 @@ class _Session:
             found = (*compare(reached, {name: reference.tensors[name] for name in reached}, self.known), error)
         detail = _summary(found) if found else "" if case.grads is not None else "forward only: no gradients were given"
         status = "fail" if found else "pass"
+        if found and (changed(inputs) or misuse):
+            yield storage_check(case, changed(inputs), misuse)
         yield Check("boundaries", self.standard(), case.name, status, len(reference.tensors), detail, found)
         if not found:
             prober = Prober(observed, case, base)

@@ -17,7 +17,10 @@ def snapshot() -> dict[str, Any]:
         "default dtype": torch.get_default_dtype(),
         "default device": torch.get_default_device(),
         "grad mode": torch.is_grad_enabled(),
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "deterministic algorithms": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
         "threads": torch.get_num_threads(),
         "float32 matmul precision": torch.get_float32_matmul_precision(),
         "working folder": os.getcwd(),
@@ -35,7 +38,8 @@ def restore(before: dict[str, Any]) -> None:
     torch.set_default_dtype(before["default dtype"])
     torch.set_default_device(before["default device"])
     torch.set_grad_enabled(before["grad mode"])
-    torch.use_deterministic_algorithms(before["deterministic algorithms"])
+    enabled, warn_only = before["deterministic algorithms"]
+    torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
     torch.set_num_threads(before["threads"])
     torch.set_float32_matmul_precision(before["float32 matmul precision"])
     os.chdir(before["working folder"])

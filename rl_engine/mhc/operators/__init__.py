@@ -28,12 +28,19 @@ class ReferenceOperators(SplitSinkhorn, GemmRms, Post, Aggregate, RmsNorm, Fixed
 def reference_operators(numeric_profile: str) -> ReferenceOperators:
     """The reference operators of a profile; ``ValueError`` where its id is not known.
 
-    A profile of another arithmetic brings its own, under ``NumericProfile.operators``.
+    A profile of another arithmetic brings its own, under ``NumericProfile.operators``; a profile with a tolerance
+    has its base's. ``ValueError`` too where those cannot be loaded.
     """
-    module, _, name = get_profile(numeric_profile).operators.partition(":")
-    if not module:
+    spec = get_profile(get_profile(numeric_profile).reference).operators
+    if not spec:
         return ReferenceOperators(numeric_profile)
-    return cast(ReferenceOperators, getattr(importlib.import_module(module), name)(numeric_profile))
+    module, _, name = spec.partition(":")
+    try:
+        return cast(ReferenceOperators, getattr(importlib.import_module(module), name)(numeric_profile))
+    except Exception as error:
+        raise ValueError(
+            f"operators of {numeric_profile!r}: cannot load {spec!r}: {type(error).__name__}: {error}"
+        ) from error
 
 
 __all__ = ["LEAF_OPERATORS", "OperatorSet", "ReferenceOperators", "Saved", "reference_operators"]
