@@ -9,6 +9,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
+# Threads that wait by spinning starve each other where cores are shared. No result depends on it.
+export OMP_WAIT_POLICY ?= passive
+
 .DEFAULT_GOAL := help
 .PHONY: help setup check test lint format clean verify-elementary verify-portable verify-arm arm-tools
 

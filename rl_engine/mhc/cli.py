@@ -5,6 +5,7 @@ Exit codes: 0 the provider passed, 1 it diverged or was refused, 2 the call itse
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -58,6 +59,7 @@ def check(
     quiet: Annotated[bool, typer.Option("--quiet", help="print the verdict line only")] = False,
 ) -> None:
     """Judge a provider against the contract, byte for byte. Exit 0: it passed; 1: it did not; 2: the call is wrong."""
+    json = json if json is None or str(json) == "-" else json.absolute()
     out, err = Console(stderr=str(json) == "-"), Console(stderr=True)
     try:
         options = Options(
@@ -87,10 +89,14 @@ def check(
     except (UsageError, ValueError, OSError) as error:
         err.print(f"error: {' '.join(str(error).split())}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(EXIT_USAGE) from None
-    if quiet:
-        out.print(render_line(verdict), highlight=False, soft_wrap=True)
-    else:
-        render_text(verdict, out)
+    try:
+        if quiet:
+            out.print(render_line(verdict), highlight=False, soft_wrap=True)
+        else:
+            render_text(verdict, out)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has seen enough; the verdict stands
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     raise typer.Exit(EXIT_PASS if verdict.passed else EXIT_FAIL)
 
 
@@ -141,8 +147,10 @@ def _captured(batch: Path | None, grads: Path | None, drawn: tuple[bool, ...]): 
 
 
 def _writable(json: Path | None) -> None:
-    if json is not None and str(json) != "-" and (json.is_dir() or not json.parent.is_dir()):
-        raise UsageError(f"--json: cannot write {json}: its folder does not exist, or it is a folder")
+    if json is None or str(json) == "-":
+        return
+    if not json.parent.is_dir() or (json.exists() and not json.is_file()):
+        raise UsageError(f"--json: cannot write {json}: its folder does not exist, or it is not a regular file")
 
 
 def _known(profile: str, err: Console) -> None:

@@ -316,7 +316,7 @@ class ResidualBatch:
             token_id=tensors["token_id"],
             controller=ControllerParams(*(tensors[name] for name in names)),
             norm=NormParams(tensors["norm.gamma"]),
-            contract=LayerContract.from_dict(json.loads(_label(labels, "contract"))),
+            contract=LayerContract.from_dict(_json(labels, "contract")),
             row_geometry=_label(labels, "row_geometry"),
             weight_fingerprint=_label(labels, "weight_fingerprint"),
         )
@@ -372,12 +372,12 @@ class GradBoundary:
         tensors, labels = read_tensor_file(path, _GRADS_KIND, _GRAD_TENSORS)
         if _label(labels, "schema_version") != SCHEMA_VERSION:
             raise ValueError(f"schema_version: got {labels['schema_version']!r}, want {SCHEMA_VERSION!r}")
-        stored = json.loads(_label(labels, "contract"))
+        stored = _json(labels, "contract")
         if stored is not None and contract is not None:
             recorded = LayerContract.from_dict(stored).fingerprint()
             if recorded != contract.fingerprint():
                 raise ValueError(f"contract: got fingerprint {recorded}, want {contract.fingerprint()}")
-        return cls(**tensors, metadata=json.loads(_label(labels, "metadata")))
+        return cls(**tensors, metadata=_json(labels, "metadata"))
 
 
 _GRAD_TENSORS = ("d_r_new", "d_normalized", "d_residual")
@@ -387,6 +387,13 @@ def _label(labels: Mapping[str, str], key: str) -> str:
     if key not in labels:
         raise ValueError(f"metadata: missing {key!r}")
     return labels[key]
+
+
+def _json(labels: Mapping[str, str], key: str) -> Any:
+    try:
+        return json.loads(_label(labels, key))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"metadata: {key!r} is not JSON ({type(error).__name__})") from None
 
 
 def _tensors(owner: Any) -> dict[str, torch.Tensor]:

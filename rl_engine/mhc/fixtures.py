@@ -180,7 +180,8 @@ def write_manifest(
     before = next((place for place in (target, committed) if place.exists()), None)
     moved = moved_hashes(load_manifest(before), manifest) if before is not None else []
     if moved and not reason.strip():
-        raise ValueError(f"{target}: hashes would move ({len(moved)}) and no reason is given: {', '.join(moved)}")
+        listed = ", ".join(moved)
+        raise ValueError(f"{target}: hashes would move ({len(moved)}) and no reason (--reason) is given: {listed}")
     target.parent.mkdir(parents=True, exist_ok=True)
     replace_file(target, (json.dumps(manifest, indent=2, sort_keys=True) + "\n").encode())
     return moved
@@ -201,7 +202,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         moved = write_manifest(options.path, numeric_profile=options.profile, reason=options.reason)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        print('give --reason "..." to move hashes on purpose', file=sys.stderr)
         return 1
     for key in moved:
         print(f"moved: {key}")

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -32,6 +33,7 @@ from rl_engine.mhc.acceptance.judge import (
 from rl_engine.mhc.acceptance.observed import Observed
 from rl_engine.mhc.acceptance.verdict import Check, Divergence
 from rl_engine.mhc.block import forward_boundaries, mhc_block_backward, mhc_block_forward
+from rl_engine.mhc.capabilities import declared_names
 from rl_engine.mhc.contract import GradBoundary, ResidualBatch
 from rl_engine.mhc.profiles import get_profile
 
@@ -199,11 +201,11 @@ class Prober:
         batch, grads = layouts.cloned(self.case.batch, self.case.grads)
         provider = self.ops.provider
         found = compare(run_block(provider, batch, grads).tensors, self.base)
-        for returned, names in (
-            (provider.mhc_pre_fwd(batch), _PRE_RETURNS),
-            (provider.mhc_pre_rmsnorm_fused_fwd(batch), _FUSED_RETURNS),
-        ):
-            found += compare(dict(zip(names, returned, strict=False)), self._only(names))
+        returned: list[tuple[Any, tuple[str, ...]]] = [(provider.mhc_pre_fwd(batch), _PRE_RETURNS)]
+        if "fused-pre-norm" in declared_names(provider.capabilities(), "fusion_modes"):
+            returned.append((provider.mhc_pre_rmsnorm_fused_fwd(batch), _FUSED_RETURNS))
+        for values, names in returned:
+            found += compare(dict(zip(names, values, strict=False)), self._only(names))
         return 3, found
 
     def interleaved(self) -> Found:
@@ -219,7 +221,7 @@ class Prober:
     def labels(self) -> Found:
         """Token ids and the layer's number change nothing; gradients that are all zero give the oracle's zeros."""
         batch, grads = layouts.cloned(self.case.batch, self.case.grads)
-        contract = dataclasses.replace(batch.contract, layer_index=batch.contract.layer_index + 1)
+        contract = dataclasses.replace(batch.contract, layer_index=0)
         batch = dataclasses.replace(batch, contract=contract, token_id=torch.full_like(batch.token_id, -1))
         found = compare(self.run((batch, grads)), self.base)
         if grads is None:

@@ -82,6 +82,8 @@ def compare_tensor(name: str, got: object, want: object, tolerance: Tolerance | 
         return Divergence(name, "presence", f"got {_kind(got)}, want {_kind(want)}")
     if type(got) is not torch.Tensor:
         return Divergence(name, "type", f"got a {type(got).__name__}, want a plain torch.Tensor")
+    if got.requires_grad:
+        return Divergence(name, "type", "requires grad, want a tensor without autograd history")
     if got.dtype != want.dtype:
         return Divergence(name, "dtype", f"got {got.dtype}, want {want.dtype}")
     if got.shape != want.shape:

@@ -173,6 +173,14 @@ def _post_specials(hidden: int, numeric_profile: str) -> Inputs:
     return r_old, y, draws(5, HC_MULT, HC_MULT), draws(5, HC_MULT), _full(draws, 5, HC_MULT, hidden)
 
 
+def _rms_specials(hidden: int, numeric_profile: str) -> Inputs:
+    """Rows with an infinity, a NaN, and squares beyond FP32."""
+    draws = PhiloxDraws("rms_specials")
+    x = bf16(draws, 4, hidden)
+    x[0, 0], x[1, -1], x[2] = float("inf"), float("nan"), 3e38
+    return x, bf16(draws, hidden), bf16(draws, 4, hidden), bf16(draws, 4, hidden)
+
+
 def _rms_fp32_grads(hidden: int, numeric_profile: str) -> Inputs:
     """FP32 gradients arriving, which no kernel may round on the way in."""
     draws = PhiloxDraws("rms_fp32_grads")
@@ -233,6 +241,7 @@ OPERATOR_CASES = (
     OperatorCase("gemm_rms_tiny", "the RMS leg alone, rows of 0 to 2^-12", _gemm_rms_tiny, run_gemm_rms),
     OperatorCase("gemm_rms_bf16", "BF16 rows of 0, 1e-30 and 1e20", _gemm_rms_bf16, run_gemm_rms),
     OperatorCase("post_specials", "infinities, NaN, overflow in the store, FP32 gradients", _post_specials, run_post),
+    OperatorCase("rms_specials", "rows with an infinity, a NaN, squares beyond FP32", _rms_specials, run_rmsnorm),
     OperatorCase("rms_fp32_grads", "FP32 gradients arriving", _rms_fp32_grads, run_rmsnorm),
     OperatorCase(
         "rms_other_eps",

@@ -157,7 +157,6 @@ def _fp32(name: str, x: torch.Tensor) -> torch.Tensor:
     return x.detach().contiguous()
 
 
-@functools.cache
 def _table_on(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     high, low = exp_table()
     return torch.tensor(high, dtype=torch.float64, device=device), torch.tensor(low, dtype=torch.float64, device=device)

@@ -50,7 +50,7 @@ class GemmRms(Reference):
         other row moves.
         """
         sizes = check_arguments("fp32_gemm_rms_bwd", dp=dp, dr=dr, x_flat=x_flat, weight=weight)
-        need("fp32_gemm_rms_bwd", saved, "r", "q")
+        need("fp32_gemm_rms_bwd", saved, "r", "q", tokens=sizes["T"])
         tokens, k, n = sizes["T"], sizes["K"], weight.shape[0]
         x, dp_by_n = widen("x_flat", x_flat).contiguous(), dp.t().contiguous()
         w, dp_by_t = weight.contiguous(), dp.contiguous()

@@ -74,8 +74,14 @@ def fp32_scalar(value: float, like: torch.Tensor) -> torch.Tensor:
     return torch.full((), value, dtype=torch.float32, device=like.device)
 
 
-def need(operator: str, saved: object, *keys: str) -> None:
-    """Raise ``ValueError`` naming the first of ``keys`` that the forward's ``saved`` dict lacks."""
+def need(operator: str, saved: object, *keys: str, tokens: int | None = None) -> None:
+    """Raise ``ValueError`` naming the first of ``keys`` that the forward's ``saved`` dict lacks.
+
+    With ``tokens``, a tensor there must have that many rows: the ``saved`` of another batch would broadcast.
+    """
     for key in keys:
         if not isinstance(saved, dict) or key not in saved:
             raise ValueError(f"{operator}: saved: want the dict of the forward with key {key!r}")
+        value = saved[key]
+        if tokens is not None and isinstance(value, torch.Tensor) and value.shape[:1] != (tokens,):
+            raise ValueError(f"{operator}: saved[{key!r}]: got shape {tuple(value.shape)}, want {tokens} rows")

@@ -39,7 +39,7 @@ class RmsNorm(Reference):
         ``dGamma = fold_t((dy*x)*r)``.
         """
         sizes = check_arguments("rmsnorm_residual_bwd", dy=dy, d_residual=d_residual, x=x, gamma=gamma)
-        need("rmsnorm_residual_bwd", saved, "r")
+        need("rmsnorm_residual_bwd", saved, "r", tokens=sizes["T"])
         x32, dy32, r = widen("x", x).contiguous(), widen("dy", dy).contiguous(), saved["r"][:, None]
         u = dy32 * widen("gamma", gamma)
         u_by_d, x_by_d = u.t().contiguous(), x32.t().contiguous()
