@@ -222,7 +222,7 @@ MOVED = ["one_row/r_new", "packed_t16/gone", "rms_edges/y", "schema_version"]
 @pytest.fixture
 def written(golden: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The manifest, computed once for all writes."""
-    monkeypatch.setattr(fixtures, "golden_manifest", lambda: copy.deepcopy(golden))
+    monkeypatch.setattr(fixtures, "golden_manifest", lambda **_: copy.deepcopy(golden))
     return golden
 
 

@@ -190,6 +190,17 @@ def test_writing_where_nothing_can_be(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["folder"] and os.listdir(tmp_path / "folder") == []
 
 
+def test_a_link_is_followed_and_a_pipe_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "real").write_bytes(b"old")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    replace_file(tmp_path / "link", b"new")
+    assert (tmp_path / "real").read_bytes() == b"new" and (tmp_path / "link").is_symlink()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="not a regular file"):
+        replace_file(tmp_path / "pipe", b"new")
+    assert (tmp_path / "pipe").is_fifo() and sorted(os.listdir(tmp_path)) == ["link", "pipe", "real"]
+
+
 def test_a_batch_that_is_not_valid_is_not_written(tmp_path: Path) -> None:
     batch, _ = make_block("invalid", 1, 2)
     with pytest.raises(ValueError, match="weight_fingerprint"):

@@ -95,7 +95,10 @@ def check(
         else:
             render_text(verdict, out)
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads has seen enough; the verdict stands
+    except (
+        BrokenPipeError,
+        SystemExit,
+    ):  # rich exits on a closed pipe; whoever read has seen enough, the verdict stands
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     raise typer.Exit(EXIT_PASS if verdict.passed else EXIT_FAIL)
 

@@ -181,7 +181,7 @@ def write_manifest(
     moved = moved_hashes(load_manifest(before), manifest) if before is not None else []
     if moved and not reason.strip():
         listed = ", ".join(moved)
-        raise ValueError(f"{target}: hashes would move ({len(moved)}) and no reason (--reason) is given: {listed}")
+        raise ValueError(f"{target}: {len(moved)} hashes would move and no reason is given: {listed}")
     target.parent.mkdir(parents=True, exist_ok=True)
     replace_file(target, (json.dumps(manifest, indent=2, sort_keys=True) + "\n").encode())
     return moved
@@ -202,6 +202,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         moved = write_manifest(options.path, numeric_profile=options.profile, reason=options.reason)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
+        if "no reason is given" in str(error):
+            print('give --reason "..." to move hashes on purpose', file=sys.stderr)
         return 1
     for key in moved:
         print(f"moved: {key}")

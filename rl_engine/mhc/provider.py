@@ -73,16 +73,17 @@ class ReferenceProvider(ReferenceOperators):
             cls.name = cls.__name__
 
     def __init__(self, numeric_profile: str = ORACLE_PROFILE) -> None:
-        """The reference of a numeric profile; ``ValueError`` where it is not known or has operators of its own."""
-        own = get_profile(get_profile(numeric_profile).reference).operators
-        if own:
-            raise ValueError(
-                f"numeric_profile: {numeric_profile!r} is computed by {own}, not by the contract's operators"
-            )
+        """The reference of a numeric profile; ``ValueError`` where its id is not known."""
         super().__init__(numeric_profile)
 
     def capabilities(self) -> dict[str, Any]:
-        """The modes of the reference; ``backend`` is this provider's name."""
+        """The modes of the reference; ``backend`` is this provider's name.
+
+        Under a profile with operators of its own the reference itself declares nothing (``NotImplementedError``).
+        """
+        own = get_profile(get_profile(self.numeric_profile).reference).operators
+        if own and type(self) is ReferenceProvider:
+            raise NotImplementedError(f"reference: {self.numeric_profile!r} is computed by {own} (fail-closed)")
         return {**block.capabilities(), "backend": self.name}
 
     def provenance(self) -> dict[str, Any]:

@@ -72,11 +72,11 @@ def _header_ends_in_blanks(path: str | os.PathLike[str]) -> bool:
 def replace_file(path: str | os.PathLike[str], data: bytes) -> None:
     """Put ``data`` at ``path`` atomically: a reader sees the old file or the new one, never a part of either.
 
-    A link is followed. What is there and is no regular file (a device, a pipe, a folder) is a ``ValueError``.
+    A link is followed. What is there and is no regular file (a device, a pipe, a folder) is an ``OSError``.
     """
     target = Path(path).resolve()
     if target.exists() and not target.is_file():
-        raise ValueError(f"{os.fspath(path)}: not a regular file")
+        raise OSError(f"{os.fspath(path)}: not a regular file")
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "wb") as file:

@@ -165,7 +165,7 @@ class ThreadSplit(Planted):
     )
 
 
-@planted("split.c", "modes")
+@planted("split.c", "invariance", beside=("modes",))
 class ModeMovesBytes(OwnComposites):
     """Under fusion C comes transposed."""
 

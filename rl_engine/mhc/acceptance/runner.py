@@ -174,7 +174,7 @@ class _Session:
         named = case.batch.contract.numeric_profile
         if named != self.profile:
             raise NotImplementedError(
-                f"the batch names the numeric profile {named!r}, want {self.profile!r} (fail-closed)"
+                f"numeric_profile: the batch names {named!r}, want {self.profile!r} (fail-closed)"
             )
         check_capability(self.provider, case.batch.contract, case.batch)
 
