@@ -18,7 +18,7 @@ from torch import Tensor
 from rl_engine.mhc import tensor_file
 from rl_engine.mhc.bits import tensor_sha256
 from rl_engine.mhc.contract import GradBoundary, ResidualBatch
-from rl_engine.mhc.tensor_file import read_tensor_file, write_tensor_file
+from rl_engine.mhc.tensor_file import read_tensor_file, replace_file, write_tensor_file
 from tests.operators.block_inputs import block_leaves, grad_leaves, make_block, with_leaves
 from tests.operators.support import BF16, FP32, offset, strided, transposed
 from tests.reference.bridge import from_bits
