@@ -69,7 +69,7 @@ class ReferenceProvider(ReferenceOperators):
     def __init_subclass__(cls, **kwargs: object) -> None:
         """A subclass that gives itself no name is known by its class's: its operators are not the reference's."""
         super().__init_subclass__(**kwargs)
-        if cls.name == ReferenceProvider.name:
+        if "name" not in vars(cls) and cls.name in {base.__name__ for base in cls.__mro__} | {ReferenceProvider.name}:
             cls.name = cls.__name__
 
     def __init__(self, numeric_profile: str = ORACLE_PROFILE) -> None:

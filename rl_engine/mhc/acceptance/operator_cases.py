@@ -136,23 +136,35 @@ def _full(draws: PhiloxDraws, *shape: int) -> torch.Tensor:
 
 
 def _aggregate_order(hidden: int, numeric_profile: str) -> Inputs:
-    """Sums of which all but the rounding cancels, so that no BF16 store hides another order or an FMA."""
+    """Sums of which all but the rounding cancels: no BF16 store hides another order, or an FMA in either pair."""
     draws = PhiloxDraws("aggregate_order")
     r_old, pre = bf16(draws, 4, HC_MULT, hidden), _full(draws, 4, HC_MULT)
     pre[0], r_old[0] = torch.tensor(_CANCELLING), 1.0
-    r_old[1:, 1], r_old[1:, 2:], pre[1:, 1] = -r_old[1:, 0], 0.0, pre[1:, 0]
+    for row, first in ((1, 0), (2, 2), (3, 0)):
+        _cancel_pair(r_old[row], pre[row], first)
     return pre, r_old, _full(draws, 4, hidden)
 
 
 def _post_order(hidden: int, numeric_profile: str) -> Inputs:
-    """The same for the sum over streams, and for its sum with ``POST * y``."""
+    """The same for the sum over streams, for its sum with ``POST * y``, and for ``POST * y`` added too early."""
     draws = PhiloxDraws("post_order")
-    r_old, y = bf16(draws, 4, HC_MULT, hidden), bf16(draws, 4, hidden)
-    c, post = _full(draws, 4, HC_MULT, HC_MULT), _full(draws, 4, HC_MULT)
+    r_old, y = bf16(draws, 7, HC_MULT, hidden), bf16(draws, 7, hidden)
+    c, post = _full(draws, 7, HC_MULT, HC_MULT), _full(draws, 7, HC_MULT)
     c[0], post[0], r_old[0] = torch.tensor(_CANCELLING)[:, None], 0.0, 1.0
-    r_old[1:], c[1:] = 0.0, 0.0
-    r_old[1:, 0], c[1:, 0] = y[1:], -post[1:]
-    return r_old, y, c, post, bf16(draws, 4, HC_MULT, hidden)
+    r_old[1:4], c[1:4] = 0.0, 0.0
+    r_old[1:4, 0], c[1:4, 0] = y[1:4], -post[1:4]
+    for row, first in ((4, 0), (5, 2)):
+        _cancel_pair(r_old[row], c[row], first)
+        post[row] = 0.0
+    c[6], post[6], r_old[6], y[6] = torch.tensor([1.0, 0.0, -1.0, 0.0])[:, None], 1.5 * 2.0**-25, 1.0, 1.0
+    return r_old, y, c, post, bf16(draws, 7, HC_MULT, hidden)
+
+
+def _cancel_pair(streams: torch.Tensor, coefficients: torch.Tensor, first: int) -> None:
+    """Leave two streams, the second the first's negative: their products cancel, unless one of them is not rounded."""
+    others = [i for i in range(HC_MULT) if i not in (first, first + 1)]
+    streams[others] = 0.0
+    streams[first + 1], coefficients[first + 1] = -streams[first], coefficients[first]
 
 
 def _rms_near_ties(hidden: int, numeric_profile: str) -> Inputs:
