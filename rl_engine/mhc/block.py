@@ -142,7 +142,7 @@ def mhc_block_forward(
     """
     contract = batch.contract
     batch.validate()
-    _require_profile(trace, batch)
+    require_profile(trace, batch)
     _require(ops, batch)
     parts = _parts(ops, contract)
     if contract.fusion_mode == "fused-pre-norm":
@@ -155,10 +155,7 @@ def mhc_block_forward(
         normalized, residual, norm = parts.rmsnorm_residual_fwd(hidden, batch.norm.gamma, contract.rmsnorm_eps)
     r_new = parts.mhc_post_fwd(batch.r_old, batch.y_sublayer, c, post)
     saved = {**saved, "hidden": hidden, "normalized": normalized, "residual": residual, "norm": norm}
-    if trace is not None:
-        _note(trace, batch)
-        for name, tensor in forward_boundaries(saved, r_new).items():
-            trace.record(name, tensor)
+    record_forward(trace, batch, saved, r_new)
     return r_new, saved
 
 
@@ -176,7 +173,7 @@ def mhc_block_backward(
     """
     contract = batch.contract
     grads.validate(batch)
-    _require_profile(trace, batch)
+    require_profile(trace, batch)
     _require(ops, batch)
     need("mhc_block_backward", saved, "c", "post", "hidden", "norm")
     parts = _parts(ops, contract)
@@ -194,9 +191,7 @@ def mhc_block_backward(
     result: Grads = {"d_r_old": d_r_pre + dr_post, "dy_sublayer": dy, "d_hidden": d_hidden, "d_gamma": d_gamma}
     result |= {"d_c": d_c, "d_post": d_post}
     result |= {key: pre_grads[key] for key in CONTROLLER_GRADS}
-    if trace is not None:
-        for name, tensor in backward_boundaries(result).items():
-            trace.record(name, tensor)
+    record_backward(trace, result)
     return result
 
 
@@ -230,7 +225,25 @@ def _require(ops: OperatorSet | None, batch: ResidualBatch) -> None:
     require_capabilities(reference if ops is None else ops, batch.contract, batch)
 
 
-def _require_profile(trace: MHCTrace | None, batch: ResidualBatch) -> None:
+def record_forward(trace: MHCTrace | None, batch: ResidualBatch, saved: Saved, r_new: torch.Tensor) -> None:
+    """Record the notes and the forward boundaries of a block; nothing where ``trace`` is ``None``."""
+    if trace is None:
+        return
+    _note(trace, batch)
+    for name, tensor in forward_boundaries(saved, r_new).items():
+        trace.record(name, tensor)
+
+
+def record_backward(trace: MHCTrace | None, grads: Mapping[str, torch.Tensor | None]) -> None:
+    """Record the backward boundaries of a block; nothing where ``trace`` is ``None``."""
+    if trace is None:
+        return
+    for name, tensor in backward_boundaries(grads).items():
+        trace.record(name, tensor)
+
+
+def require_profile(trace: MHCTrace | None, batch: ResidualBatch) -> None:
+    """Raise ``ValueError`` unless a given trace is one of the batch's numeric profile."""
     wanted = batch.contract.numeric_profile
     if trace is not None and trace.numeric_profile != wanted:
         raise ValueError(f"trace.numeric_profile: got {trace.numeric_profile!r}, want {wanted!r} (the contract's)")

@@ -197,6 +197,7 @@ class StubProvider:
 
 
 ALIASES: dict[str, str] = {
+    "native": "rl_engine.mhc.backends.native.provider:NativeProvider",
     "reference": "rl_engine.mhc.provider:ReferenceProvider",
     "stub": "rl_engine.mhc.provider:StubProvider",
 }

@@ -1,0 +1,190 @@
+"""The whole block in a few calls of the library, with the least that the backward needs kept between its two halves.
+
+Under ``portable-fp32-mhc-v1`` a forward is one call. Under ``oracle-fp32-mhc-v1`` exp, sigmoid, sqrt and rsqrt are torch's, so
+it goes by blocks of tokens through the four stages of ``mhc_block_forward``, with torch's functions in between.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import torch
+
+from rl_engine.mhc.backends.native.call import NO_ROWS, dense, new_bf16, new_fp32, one_row, row_contiguous, rows
+from rl_engine.mhc.backends.native.operators import NativeOperators
+from rl_engine.mhc.block import CONTROLLER_GRADS, Grads
+from rl_engine.mhc.contract import HC_MULT, MHC_EPS, PROD_CONTROLLER_N, ControllerParams, GradBoundary, ResidualBatch
+from rl_engine.mhc.operators.interface import Saved, check_arguments
+from rl_engine.mhc.operators.reference import need
+
+_FORWARD = struct.Struct("=5q2d9q5q6q2q4q2q4q")
+_BACKWARD = struct.Struct("=4q9q12q3q4q8q6q6q5q")
+_GATES, _COMB = 2 * HC_MULT, HC_MULT * HC_MULT
+_LAST_STAGE = 3
+_BLOCK = 128
+"""Tokens that go through the stages together: their streams stay in a cache, and torch computes on this thread."""
+
+_SMALL = {"p": 24, "s": 1, "norm": 1, "q": 1, "r": 1, "h": 24, "sig": 8, "exps": 16}
+_SMALL |= {"softmax": 16, "pre": 4, "post": 4, "c": 16, "mean": 1, "inv_rms": 1}
+"""FP32 numbers a token of each small tensor, in the order of ``struct mhc_block_forward_args``."""
+
+
+class Forward(NamedTuple):
+    """What a forward leaves: the small FP32 tensors by name, and the BF16 outputs (``None`` where not asked for)."""
+
+    small: dict[str, torch.Tensor]
+    hidden: torch.Tensor
+    normalized: torch.Tensor | None
+    residual: torch.Tensor | None
+    r_new: torch.Tensor | None
+
+
+def forward(ops: NativeOperators, batch: ResidualBatch, norm: bool, mix: bool) -> Forward:
+    """The forward of a validated batch: pre, then the norm and the mixing of the streams where asked for."""
+    tokens, d = batch.tokens, batch.contract.hidden
+    small = {name: new_fp32(*_shape(name, tokens)) for name in _SMALL}
+    hidden, normalized, residual = (
+        new_bf16(tokens, d) if wanted else None for wanted in (True, norm, norm)
+    )
+    assert hidden is not None
+    r_new = new_bf16(tokens, HC_MULT, d) if mix else None
+    r_old, y = row_contiguous(batch.r_old), row_contiguous(batch.y_sublayer)
+    gamma, parameters = dense(batch.norm.gamma), _parameters(batch.controller)
+    outputs = (hidden, normalized, residual, r_new)
+
+    def call(first: int, last: int, begin: int, end: int) -> None:
+        streams, sublayer = _from_row(rows(r_old), begin, 2), _from_row(rows(y), begin, 2)
+        pointers = [small[name].data_ptr() + 4 * begin * width for name, width in _SMALL.items()]
+        widths = (d, d, d, HC_MULT * d)
+        big = [0 if t is None else t.data_ptr() + 2 * begin * n for t, n in zip(outputs, widths, strict=True)]
+        numbers = (end - begin, d, first, last, int(ops.portable), MHC_EPS, batch.contract.rmsnorm_eps)
+        fields = (*numbers, *streams, *sublayer, *one_row(gamma), *(p.data_ptr() for p in parameters))
+        ops.run("mhc_block_forward", _FORWARD.pack(*fields, *pointers, *big))
+
+    if ops.portable or tokens == 0:
+        call(0, _LAST_STAGE, 0, tokens)
+        return Forward(small, hidden, normalized, residual, r_new)
+    for begin in range(0, tokens, _BLOCK):
+        end = min(begin + _BLOCK, tokens)
+        part = {name: t[begin:end] for name, t in small.items()}
+        call(0, 0, begin, end)
+        part["norm"].copy_(ops.by_elementary("sqrt", part["s"]))
+        call(1, 1, begin, end)
+        ops.split_gates(part["h"], part["sig"], part["exps"])
+        call(2, 2, begin, end)
+        if norm:
+            part["inv_rms"].copy_(ops.by_elementary("rsqrt", part["mean"]))
+            call(3, 3, begin, end)
+    return Forward(small, hidden, normalized, residual, r_new)
+
+
+def saved_of(batch: ResidualBatch, done: Forward) -> Saved:
+    """The ``saved`` dict of ``mhc_pre``: no FP32 copy of the streams, no Sinkhorn matrices."""
+    small, k = done.small, batch.contract.flat_k
+    gemm = {name: small[name] for name in ("s", "norm", "q", "r")} | {"k": k}
+    sig = small["sig"]
+    split = {"sig_pre": sig[:, :HC_MULT], "sig_post": sig[:, HC_MULT:], "softmax": small["softmax"], "eps": MHC_EPS}
+    named = {name: small[name] for name in ("p", "r", "h", "pre", "post", "c")}
+    return {"x_flat": row_contiguous(batch.r_old).flatten(1), **named, "gemm": gemm, "sinkhorn": split}
+
+
+def pre_backward(
+    ops: NativeOperators,
+    dhidden: torch.Tensor,
+    dpost: torch.Tensor,
+    dc: torch.Tensor,
+    batch: ResidualBatch,
+    saved: Saved,
+) -> Grads:
+    """The gradients of ``mhc_pre`` in one call."""
+    check_arguments("mhc_pre_bwd", dhidden=dhidden, dpost=dpost, dc=dc)
+    arriving = row_contiguous(dhidden)
+    kept = _Kept("mhc_pre_bwd", batch, saved)
+    result = _pre_results(batch)
+    small = (dense(dc), dense(dpost))
+    inputs = (NO_ROWS, NO_ROWS, NO_ROWS, rows(arriving))
+    outputs = (result["d_r_old"], None, None, None, *small)
+    ops.run("mhc_block_backward", _pack(batch, kept, inputs, NO_ROWS, 0, outputs, result))
+    return result
+
+
+def backward(ops: NativeOperators, batch: ResidualBatch, saved: Saved, grads: GradBoundary) -> Grads:
+    """The gradients of the whole block in one call."""
+    need("mhc_block_backward", saved, "hidden", "norm")
+    need("mhc_block_backward", saved["norm"], "r", tokens=batch.tokens)
+    kept = _Kept("mhc_block_backward", batch, saved)
+    tokens, d = batch.tokens, batch.contract.hidden
+    hidden, inv_rms = row_contiguous(saved["hidden"]), dense(saved["norm"]["r"])
+    arriving = [row_contiguous(t) for t in (grads.d_r_new, grads.d_normalized, grads.d_residual)]
+    result = _pre_results(batch)
+    new = {"dy_sublayer": (tokens, d), "d_hidden": (tokens, d), "d_gamma": (d,)}
+    new |= {"d_c": (tokens, HC_MULT, HC_MULT), "d_post": (tokens, HC_MULT)}
+    result |= {name: new_fp32(*shape) for name, shape in new.items()}
+    outputs = tuple(result[name] for name in ("d_r_old", *new))
+    inputs = (*(rows(t) for t in arriving), NO_ROWS)
+    ops.run("mhc_block_backward", _pack(batch, kept, inputs, rows(hidden), inv_rms.data_ptr(), outputs, result))
+    return result
+
+
+class _Kept:
+    """The tensors of ``saved`` that the backward reads, dense, and alive for as long as their pointers are used."""
+
+    def __init__(self, operator: str, batch: ResidualBatch, saved: Saved) -> None:
+        tokens = batch.tokens
+        need(operator, saved, "gemm", "sinkhorn", "p", "r", "pre", "post", "c", tokens=tokens)
+        need(operator, saved["gemm"], "q", tokens=tokens)
+        need(operator, saved["sinkhorn"], "sig_pre", "sig_post", "softmax", tokens=tokens)
+        small = {"p": saved["p"], "q": saved["gemm"]["q"], "r": saved["r"], "softmax": saved["sinkhorn"]["softmax"]}
+        small |= {name: saved[name] for name in ("pre", "post", "c")}
+        self.small = [dense(t) for t in small.values()]
+        self.sig = [row_contiguous(saved["sinkhorn"][name]) for name in ("sig_pre", "sig_post")]
+        self.streams = [row_contiguous(batch.r_old), row_contiguous(batch.y_sublayer)]
+        self.gamma = dense(batch.norm.gamma)
+        self.parameters = _parameters(batch.controller)
+
+
+def _pack(
+    batch: ResidualBatch,
+    kept: _Kept,
+    arriving: tuple[tuple[int, int, int], ...],
+    hidden: tuple[int, int, int],
+    inv_rms: int,
+    outputs: tuple[torch.Tensor | None, ...],
+    result: Grads,
+) -> bytes:
+    streams = [number for t in kept.streams for number in rows(t)]
+    incoming = [number for triple in (*arriving, hidden) for number in triple]
+    weights = [p.data_ptr() for p in kept.parameters[:-1]]
+    small = [t.data_ptr() for t in kept.small]
+    sig = [number for t in kept.sig for number in rows(t)]
+    written = [0 if t is None else t.data_ptr() for t in (*outputs, *(result[name] for name in CONTROLLER_GRADS))]
+    whole = int(hidden is not NO_ROWS)
+    sizes = (batch.tokens, batch.contract.hidden, whole, whole)
+    return _BACKWARD.pack(*sizes, *streams, *one_row(kept.gamma), *incoming, *weights, *small, inv_rms, *sig, *written)
+
+
+def _pre_results(batch: ResidualBatch) -> Grads:
+    result: Grads = {"d_r_old": new_fp32(*batch.r_old.shape)}
+    if batch.contract.trainability == "mixer-frozen":
+        return result | dict.fromkeys(CONTROLLER_GRADS)
+    shapes = {name: (1,) for name in CONTROLLER_GRADS}
+    shapes |= {"d_controller_weight": (PROD_CONTROLLER_N, batch.contract.flat_k), "d_bias": (PROD_CONTROLLER_N,)}  # type: ignore[dict-item]
+    return result | {name: new_fp32(*shape) for name, shape in shapes.items()}
+
+
+def _parameters(controller: ControllerParams) -> list[torch.Tensor]:
+    named = (controller.weight, controller.alpha_pre, controller.alpha_post, controller.alpha_res, controller.bias)
+    return [dense(t) for t in named]
+
+
+def _shape(name: str, tokens: int) -> tuple[int, ...]:
+    if name in ("c", "softmax"):
+        return (tokens, HC_MULT, HC_MULT)
+    width = _SMALL[name]
+    return (tokens,) if width == 1 else (tokens, width)
+
+
+def _from_row(triple: tuple[int, int, int], row: int, size: int) -> tuple[int, int, int]:
+    data, stride, dtype = triple
+    return data + row * stride * size, stride, dtype
