@@ -6,6 +6,7 @@ JOBS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
+TOOLS := $(VENV)/.tools
 STAMP := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
@@ -13,12 +14,12 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test lint format clean verify-elementary verify-portable verify-arm arm-tools
+.PHONY: help setup check test lint format bench clean verify-elementary verify-portable verify-arm arm-tools
 
 ROOT := $(shell cd "$$(dirname "$(strip $(MAKEFILE_LIST))")" && pwd -P)
 ifneq ($(ROOT),$(shell pwd -P))
 # Reached as `make -f PATH/Makefile` from another folder: go there first.
-help setup check test lint format clean verify-elementary verify-portable verify-arm:
+help setup check test lint format bench clean verify-elementary verify-portable verify-arm:
 	@$(MAKE) --no-print-directory -C "$(ROOT)" $@
 else
 
@@ -44,8 +45,21 @@ format: $(STAMP) ## let ruff mend and format what it can
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/python -m ruff format .
 
+# The peers and the plot are in an extra of their own, which `make check` and `make test` do not need.
+BENCH_STAMP := $(VENV)/.bench
+BENCH_FLAGS ?=
+
+bench: $(STAMP) $(BENCH_STAMP) ## time the block beside PyTorch and HF transformers, after a correctness gate (minutes)
+	@mkdir -p build
+	$(BIN)/python -m benchmarks.block --json build/bench.json --plot build/bench.png $(BENCH_FLAGS)
+
+$(BENCH_STAMP): $(TOOLS) | $(STAMP)
+	$(PIP_INSTALL) transformers matplotlib
+	@touch $(BENCH_STAMP)
+
 clean: ## remove .venv, caches and build output
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -f rl_engine/mhc/backends/native/*.so rl_engine/mhc/backends/native/*.so.new
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # All 2^32 inputs of exp, rsqrt and sqrt against a higher precision, then all results of a build with FMA against those of
@@ -113,10 +127,10 @@ arm-tools:
 	echo "make: verify-arm needs $(ARM_CXX) and $(ARM_RUN). On Debian or Ubuntu, as root:" \
 		"apt-get install $(ARM_PACKAGES)" >&2; exit 1
 
-# The stamp goes first and comes back last. A run that finds none starts from an empty venv, since an
+# The stamp of the venv goes first and comes back last. A run that finds none starts from an empty venv, since an
 # install may have been cut short; a run that finds an old one brings the venv up to date in place.
-# The build backend is installed beside the tools, so its own dependencies are pinned as well.
-$(STAMP): pyproject.toml constraints.txt
+# The build backend and its tools are installed beside the others, so their own dependencies are pinned as well.
+$(TOOLS): pyproject.toml constraints.txt
 	@command -v "$(PYTHON)" >/dev/null 2>&1 || { echo "make: '$(PYTHON)' was not found." \
 		"Install Python 3.10 or newer, or name one: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
@@ -124,9 +138,17 @@ $(STAMP): pyproject.toml constraints.txt
 		"Name another: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { echo "make: '$(PYTHON)' cannot create" \
 		"virtual environments. On Debian or Ubuntu: apt-get install python3-venv" >&2; exit 1; }
-	@if [ -f $(STAMP) ]; then rm $(STAMP); else "$(PYTHON)" -m venv --clear $(VENV); fi
-	$(PIP_INSTALL) hatchling
-	$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
+	@if [ -f $(TOOLS) ]; then rm $(TOOLS); else "$(PYTHON)" -m venv --clear $(VENV); fi
+	$(PIP_INSTALL) scikit-build-core cmake ninja
+	$(PIP_INSTALL) --no-build-isolation --config-settings cmake.define.RL_MHC_NATIVE=OFF --editable '.[dev]'
+	@touch $(TOOLS)
+
+# The native backend is compiled in build/, where a change recompiles what it touches. A step of its own: an error in it
+# leaves the venv as it is.
+NATIVE_SOURCES := CMakeLists.txt csrc/mhc/CMakeLists.txt $(wildcard csrc/mhc/include/mhc/* csrc/mhc/core/* csrc/mhc/kernels/*)
+
+$(STAMP): $(TOOLS) $(NATIVE_SOURCES)
+	$(PIP_INSTALL) --no-build-isolation --no-deps --editable .
 	@touch $(STAMP)
 
 endif

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -184,22 +183,3 @@ def test_a_dependency_without_a_reason_is_found() -> None:
         "| `numpy` | reads arrays that tests compare |\n- `rich`\n- `typer`: commands\npytest runs all of the tests"
     )
     assert undocumented(["numpy", "rich", "typer", "pytest"], readme) == ["rich", "typer", "pytest"]
-
-
-# --- the wheel ---
-
-
-def test_the_wheel_holds_the_package_and_the_goldens(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
-    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        names = [name for name in archive.namelist() if ".dist-info/" not in name]
-        (entry_points,) = [name for name in archive.namelist() if name.endswith("/entry_points.txt")]
-        assert "rl-mhc = rl_engine.mhc.cli:main" in archive.read(entry_points).decode()
-        golden = archive.read("rl_engine/mhc/_golden/golden_hashes.json")
-    assert golden == (REPOSITORY / "tests/fixtures/p1/golden_hashes.json").read_bytes()
-    assert all(name.startswith("rl_engine/mhc/") for name in names), names
-    assert "rl_engine/__init__.py" not in names
-    assert {"rl_engine/mhc/__init__.py", "rl_engine/mhc/py.typed"} <= set(names)

@@ -26,11 +26,14 @@ void pack_w(const Kernels& kernels, std::int32_t threads, const FoldK& fold, flo
 namespace {
 
 void fold_few(const Kernels& kernels, std::int32_t threads, const FoldK& fold) {
-  const std::int64_t groups = ceil_div(fold.n, kFewChains), blocks = ceil_div(fold.m, kFewAtOnce);
+  const std::int64_t blocks = ceil_div(fold.m, kFewAtOnce);
+  const bool idle = blocks * ceil_div(fold.n, kFewChains) < threads;
+  const std::int64_t chains_each = idle ? kFewChains / 2 : kFewChains;
+  const std::int64_t groups = ceil_div(fold.n, chains_each);
   parallel_for(groups * blocks, threads, [&](std::int64_t unit) {
-    const std::int64_t token = unit / groups * kFewAtOnce, chain = unit % groups * kFewChains;
+    const std::int64_t token = unit / groups * kFewAtOnce, chain = unit % groups * chains_each;
     const Range tokens{token, token + kFewAtOnce < fold.m ? token + kFewAtOnce : fold.m};
-    const Range chains{chain, chain + kFewChains < fold.n ? chain + kFewChains : fold.n};
+    const Range chains{chain, chain + chains_each < fold.n ? chain + chains_each : fold.n};
     kernels.fold_k_few(fold.x, tokens, fold.n, fold.k, chains, fold.w, fold.out, chain == 0 ? fold.sumsq : nullptr);
   });
 }

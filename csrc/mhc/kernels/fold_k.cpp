@@ -49,12 +49,10 @@ void fold_tile(RowsOf<T> x, std::int64_t token, int tokens, std::int64_t k, cons
   }
 }
 
-// Lanes of the kernel for few tokens: the width at which four rows fit an in-lane transpose.
-constexpr int kFew = kLanes >= 8 ? 8 : 4;
-constexpr int kFewVectors = static_cast<int>(kController) / kFew;
-constexpr int kFewSteps = 16;  // a cache line of a row of w
-typedef Vectors<kFew>::F FewF;
+// The kernel for few tokens: a lane is a chain, in vectors of eight or four rows of w that are turned over in registers.
+constexpr int kFewSteps = 64;  // of K in the first cache, while the next as many are on their way there
 typedef Vectors<4>::F Quad;
+typedef Vectors<8>::F Octet;
 
 MHC_INLINE Quad quad(const float* from) {
   Quad value;
@@ -62,117 +60,168 @@ MHC_INLINE Quad quad(const float* from) {
   return value;
 }
 
-// w[4 rows (and 4 rows further)][4 steps] -> step[4], lanes in the order of the rows.
-template <typename V>
-MHC_INLINE void turn(const float* w, int row, V (&step)[4]) {
-  V r[4];
+// Four steps of eight rows that lie `stride` apart: step[i] has the rows' element i. In-lane shuffles only.
+MHC_INLINE void turn(const float* w, std::int64_t stride, Octet (&step)[4]) {
+  Octet r[4];
+#pragma GCC unroll 4
   for (int q = 0; q < 4; ++q) {
-    if constexpr (sizeof(V) == 32) {
-      r[q] = __builtin_shufflevector(quad(w + (row + q) * kFewSteps), quad(w + (row + 4 + q) * kFewSteps), 0, 1, 2, 3,
-                                     4, 5, 6, 7);
-    } else {
-      __builtin_memcpy(&r[q], w + (row + q) * kFewSteps, sizeof(V));
+    r[q] = __builtin_shufflevector(quad(w + q * stride), quad(w + (q + 4) * stride), 0, 1, 2, 3, 4, 5, 6, 7);
+  }
+  const Octet low01 = __builtin_shufflevector(r[0], r[1], 0, 8, 1, 9, 4, 12, 5, 13);
+  const Octet high01 = __builtin_shufflevector(r[0], r[1], 2, 10, 3, 11, 6, 14, 7, 15);
+  const Octet low23 = __builtin_shufflevector(r[2], r[3], 0, 8, 1, 9, 4, 12, 5, 13);
+  const Octet high23 = __builtin_shufflevector(r[2], r[3], 2, 10, 3, 11, 6, 14, 7, 15);
+  step[0] = __builtin_shufflevector(low01, low23, 0, 1, 8, 9, 4, 5, 12, 13);
+  step[1] = __builtin_shufflevector(low01, low23, 2, 3, 10, 11, 6, 7, 14, 15);
+  step[2] = __builtin_shufflevector(high01, high23, 0, 1, 8, 9, 4, 5, 12, 13);
+  step[3] = __builtin_shufflevector(high01, high23, 2, 3, 10, 11, 6, 7, 14, 15);
+}
+
+MHC_INLINE void turn(const float* w, std::int64_t stride, Quad (&step)[4]) {
+#pragma GCC unroll 4
+  for (int q = 0; q < 4; ++q) step[q] = quad(w + q * stride);
+  transpose<4>(step);
+}
+
+// Rows of w, a chunk of kFewSteps at a time, each line read whole and once: rows that lie a power of two apart would
+// push each other out of a cache between two visits.
+template <typename W, int Rows>
+struct Chunks {
+  static constexpr int kPerRow = kFewSteps / kLanes;
+  static constexpr int kPerFour = Rows * 4 / kLanes;  // vectors to copy in four steps, so that all are in a chunk's time
+  RowsOf<W> w;
+  std::int64_t first;
+  int rows;  // at most Rows; the others stay zero
+  alignas(64) float buffer[2][Rows * kFewSteps] = {};
+
+  MHC_INLINE void copy_vector(std::int64_t at, int which, int vector) {
+    const int row = vector / kPerRow, column = vector % kPerRow * kLanes;
+    const W* from = w.row(first + row) + at + column;
+    store(buffer[which] + row * kFewSteps + column, load(from));
+    if (column * sizeof(W) % 64 == 0) __builtin_prefetch(from + kFewSteps, 0, 2);
+  }
+
+  MHC_INLINE void copy_part(std::int64_t at, int steps, int which) {
+    for (int row = 0; row < rows; ++row) {
+      for (int i = 0; i < steps; ++i) buffer[which][row * kFewSteps + i] = widen(w.row(first + row)[at + i]);
     }
   }
-  if constexpr (sizeof(V) == 32) {
-    const V low01 = __builtin_shufflevector(r[0], r[1], 0, 8, 1, 9, 4, 12, 5, 13);
-    const V high01 = __builtin_shufflevector(r[0], r[1], 2, 10, 3, 11, 6, 14, 7, 15);
-    const V low23 = __builtin_shufflevector(r[2], r[3], 0, 8, 1, 9, 4, 12, 5, 13);
-    const V high23 = __builtin_shufflevector(r[2], r[3], 2, 10, 3, 11, 6, 14, 7, 15);
-    step[0] = __builtin_shufflevector(low01, low23, 0, 1, 8, 9, 4, 5, 12, 13);
-    step[1] = __builtin_shufflevector(low01, low23, 2, 3, 10, 11, 6, 7, 14, 15);
-    step[2] = __builtin_shufflevector(high01, high23, 0, 1, 8, 9, 4, 5, 12, 13);
-    step[3] = __builtin_shufflevector(high01, high23, 2, 3, 10, 11, 6, 7, 14, 15);
-  } else {
-    transpose<4>(r);
-    for (int q = 0; q < 4; ++q) step[q] = r[q];
+};
+
+// Steps [0, steps) of the chunk in `line`, with the accumulators in registers; between groups of four steps, next(group).
+template <typename V, int Count, int M, bool All, typename Next>
+MHC_INLINE void few_steps(const float* line, const float (&xs)[M][kFewSteps], int steps, V (&acc)[M][Count],
+                          float (&squares)[M], Next next) {
+  V a[M][Count];
+  float s[M];
+#pragma GCC unroll 4
+  for (int m = 0; m < M; ++m) {
+    s[m] = squares[m];
+#pragma GCC unroll 6
+    for (int v = 0; v < Count; ++v) a[m][v] = acc[m][v];
+  }
+  constexpr int kWidth = static_cast<int>(sizeof(V) / sizeof(float));
+  for (int four = 0; four < (All ? kFewSteps : steps); four += 4) {
+    next(four / 4);
+    V step[Count][4];
+#pragma GCC unroll 6
+    for (int v = 0; v < Count; ++v) turn(line + four + v * kWidth * kFewSteps, kFewSteps, step[v]);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      if (!All && four + i >= steps) break;
+#pragma GCC unroll 4
+      for (int m = 0; m < M; ++m) {
+        const float xk = xs[m][four + i];
+        s[m] = s[m] + xk * xk;
+#pragma GCC unroll 6
+        for (int v = 0; v < Count; ++v) a[m][v] = a[m][v] + step[v][i] * (V{} + xk);
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int m = 0; m < M; ++m) {
+    squares[m] = s[m];
+#pragma GCC unroll 6
+    for (int v = 0; v < Count; ++v) acc[m][v] = a[m][v];
   }
 }
 
-template <typename W>
-MHC_INLINE void copy_lines(RowsOf<W> w, std::int64_t first, int rows, std::int64_t at, int steps, float* line) {
-  for (int r = 0; r < rows; ++r) {
-    const W* from = w.row(first + r) + at;
-    float* to = line + r * kFewSteps;
-    if (steps == kFewSteps) {
-      for (int i = 0; i < kFewSteps; i += kLanes) store(to + i, load(from + i));
-    } else {
-      for (int i = 0; i < steps; ++i) to[i] = widen(from[i]);
-    }
-  }
-}
-
-template <int M, typename T, typename W>
+template <typename V, int Count, int M, typename T, typename W>
 void fold_few(RowsOf<T> x, std::int64_t token, std::int64_t k, RowsOf<W> w, std::int64_t first, int rows, float* out,
               std::int64_t n, float* sumsq) {
-  FewF acc[M][kFewVectors] = {};
+  constexpr int kRows = Count * static_cast<int>(sizeof(V) / sizeof(float));
+  typedef Chunks<W, kRows> Lines;
+  V acc[M][Count] = {};
   float squares[M] = {};
-  alignas(64) float lines[2][kController * kFewSteps] = {};
-  alignas(64) float xs[M][kFewSteps] = {};
-  copy_lines(w, first, rows, 0, static_cast<int>(least(kFewSteps, k)), lines[0]);
-  for (std::int64_t at = 0; at < k; at += kFewSteps) {
+  alignas(64) float xs[M][kFewSteps];
+  Lines chunks{w, first, rows};
+  chunks.copy_part(0, static_cast<int>(least(kFewSteps, k)), 0);
+  int which = 0;
+  for (std::int64_t at = 0; at < k; at += kFewSteps, which ^= 1) {
     const int steps = static_cast<int>(least(kFewSteps, k - at));
-    const float* line = lines[(at / kFewSteps) & 1];
     const std::int64_t next = at + kFewSteps;
-    if (next < k) {
-      copy_lines(w, first, rows, next, static_cast<int>(least(kFewSteps, k - next)), lines[(next / kFewSteps) & 1]);
-    }
+    const bool flows = next + kFewSteps <= k && rows == kRows;
+    if (!flows && next < k) chunks.copy_part(next, static_cast<int>(least(kFewSteps, k - next)), which ^ 1);
     for (int m = 0; m < M; ++m) {
       const T* row = x.row(token + m) + at;
-      if (steps == kFewSteps) {
-        for (int i = 0; i < kFewSteps; i += kLanes) store(&xs[m][i], load(row + i));
-      } else {
-        for (int i = 0; i < steps; ++i) xs[m][i] = widen(row[i]);
-      }
+      for_lanes(0, steps, [&](std::int64_t i, auto some) { store(&xs[m][i], load(row + i, some), some); });
     }
-#pragma GCC unroll 4
-    for (int four = 0; four < kFewSteps; four += 4) {
-      FewF step[kFewVectors][4];
-#pragma GCC unroll 6
-      for (int v = 0; v < kFewVectors; ++v) turn(line + four, v * kFew, step[v]);
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) {
-        if (four + i >= steps) break;
-#pragma GCC unroll 4
-        for (int m = 0; m < M; ++m) {
-          const float xk = xs[m][four + i];
-          squares[m] = squares[m] + xk * xk;
-#pragma GCC unroll 6
-          for (int v = 0; v < kFewVectors; ++v) acc[m][v] = acc[m][v] + step[v][i] * (FewF{} + xk);
-        }
-      }
+    const float* line = chunks.buffer[which];
+    const auto copy = [&](int group) {
+#pragma GCC unroll 24
+      for (int i = 0; i < Lines::kPerFour; ++i) chunks.copy_vector(next, which ^ 1, group * Lines::kPerFour + i);
+    };
+    const auto nothing = [](int) {};
+    if (flows) {
+      few_steps<V, Count, M, true>(line, xs, steps, acc, squares, copy);
+    } else {
+      few_steps<V, Count, M, false>(line, xs, steps, acc, squares, nothing);
     }
   }
   for (int m = 0; m < M; ++m) {
-    float each[kController];
+    float each[kRows];
     __builtin_memcpy(each, acc[m], sizeof(each));
     for (int r = 0; r < rows; ++r) out[(token + m) * n + first + r] = each[r];
     if (sumsq != nullptr) sumsq[token + m] = squares[m];
   }
 }
 
+template <int M, typename T, typename W>
+MHC_INLINE void fold_few_of(RowsOf<T> x, std::int64_t token, std::int64_t k, RowsOf<W> w, std::int64_t first, int rows,
+                            float* out, std::int64_t n, float* sumsq) {
+  if (rows <= kController / 2) {
+    fold_few<Quad, 3, M>(x, token, k, w, first, rows, out, n, sumsq);
+  } else if constexpr (kLanes >= 8) {
+    fold_few<Octet, 3, M>(x, token, k, w, first, rows, out, n, sumsq);
+  } else {
+    fold_few<Quad, 6, M>(x, token, k, w, first, rows, out, n, sumsq);
+  }
+}
+
 }  // namespace
 
 void pack_chains(Rows w, std::int64_t n, std::int64_t k, Range some, float* packed) {
+  constexpr int kRows = kChains % 8 == 0 ? 8 : 4;  // never across two groups
+  typedef Vectors<kRows>::F V;
   with_rows(w, [&](auto rows) {
-    for (std::int64_t group = 0; group * kChains < n; ++group) {
-      float* to = packed + group * k * kChains;
-      for (int first = 0; first < kChains; first += 4) {
-        const std::int64_t row = group * kChains + first;
-        const int have = static_cast<int>(row < n ? least(4, n - row) : 0);
-        std::int64_t at = some.begin;
-        for (; at + kLanes <= some.end; at += kLanes) {
-          F32 lane[4] = {};
-          for (int r = 0; r < have; ++r) lane[r] = load(rows.row(row + r) + at);
-          float each[4][kLanes];
-          for (int r = 0; r < 4; ++r) store(each[r], lane[r]);
-          for (int i = 0; i < kLanes; ++i) {
-            const Quad four = {each[0][i], each[1][i], each[2][i], each[3][i]};
-            __builtin_memcpy(to + (at + i) * kChains + first, &four, sizeof(four));
-          }
+    for (std::int64_t first = 0; first < ceil_to(n, kChains); first += kRows) {
+      float* to = packed + first / kChains * k * kChains + first % kChains;
+      const int have = static_cast<int>(first < n ? least(kRows, n - first) : 0);
+      alignas(64) float lines[kRows * kFewSteps] = {};
+      for (std::int64_t at = some.begin; at < some.end; at += kFewSteps) {
+        const int steps = static_cast<int>(least(kFewSteps, some.end - at));
+        for (int r = 0; r < have; ++r) {
+          const auto* from = rows.row(first + r) + at;
+          for_lanes(0, steps, [&](std::int64_t i, auto part) {
+            store(lines + r * kFewSteps + i, load(from + i, part), part);
+          });
         }
-        for (; at < some.end; ++at) {
-          for (int r = 0; r < 4; ++r) to[at * kChains + first + r] = r < have ? widen(rows.row(row + r)[at]) : 0.0f;
+        for (int four = 0; four < steps; four += 4) {
+          V step[4];
+          turn(lines + four, kFewSteps, step);
+          for (int i = 0; i < 4 && four + i < steps; ++i) {
+            __builtin_memcpy(to + (at + four + i) * kChains, &step[i], sizeof(V));
+          }
         }
       }
     }
@@ -206,9 +255,9 @@ void fold_k_few(Rows x, Range tokens, std::int64_t n, std::int64_t k, Range chai
   with_rows(x, [&](auto xs) {
     with_rows(w, [&](auto ws) {
       std::int64_t token = tokens.begin;
-      for (; token + 4 <= tokens.end; token += 4) fold_few<4>(xs, token, k, ws, chains.begin, rows, out, n, sumsq);
-      for (; token + 2 <= tokens.end; token += 2) fold_few<2>(xs, token, k, ws, chains.begin, rows, out, n, sumsq);
-      for (; token < tokens.end; ++token) fold_few<1>(xs, token, k, ws, chains.begin, rows, out, n, sumsq);
+      for (; token + 4 <= tokens.end; token += 4) fold_few_of<4>(xs, token, k, ws, chains.begin, rows, out, n, sumsq);
+      for (; token + 2 <= tokens.end; token += 2) fold_few_of<2>(xs, token, k, ws, chains.begin, rows, out, n, sumsq);
+      for (; token < tokens.end; ++token) fold_few_of<1>(xs, token, k, ws, chains.begin, rows, out, n, sumsq);
     });
   });
 }

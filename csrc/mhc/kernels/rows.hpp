@@ -26,6 +26,8 @@ MHC_INLINE float widen(Bf16 value) { return bits_as<float>(static_cast<std::uint
 
 MHC_INLINE std::int64_t least(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 
+MHC_INLINE std::int64_t ceil_to(std::int64_t value, std::int64_t step) { return (value + step - 1) / step * step; }
+
 MHC_INLINE Bf16* bf16(std::uint16_t* to) { return reinterpret_cast<Bf16*>(to); }
 
 // body(token, tokens) for tiles of up to kLanes tokens.
