@@ -134,7 +134,7 @@ MHC_INLINE void few_steps(const float* line, const float (&xs)[M][kFewSteps], in
         const float xk = xs[m][four + i];
         s[m] = s[m] + xk * xk;
 #pragma GCC unroll 6
-        for (int v = 0; v < Count; ++v) a[m][v] = a[m][v] + step[v][i] * (V{} + xk);
+        for (int v = 0; v < Count; ++v) a[m][v] = a[m][v] + step[v][i] * splat<V>(xk);
       }
     }
   }

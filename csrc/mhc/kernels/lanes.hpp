@@ -59,7 +59,25 @@ struct Bf16 {
   std::uint16_t bits;
 };
 
-MHC_INLINE F32 splat(float value) { return F32{} + value; }
+template <int... I>
+struct Indices {};
+template <int N, int... I>
+struct MakeIndices : MakeIndices<N - 1, N - 1, I...> {};
+template <int... I>
+struct MakeIndices<0, I...> {
+  typedef Indices<I...> type;
+};
+
+template <typename V, int... I>
+MHC_INLINE V splat_as(float value, Indices<I...>) {
+  return V{(static_cast<void>(I), value)...};
+}
+
+// `value` in each lane, its sign included where it is zero.
+template <typename V = F32>
+MHC_INLINE V splat(float value) {
+  return splat_as<V>(value, typename MakeIndices<static_cast<int>(sizeof(V) / sizeof(float))>::type{});
+}
 
 template <typename To, typename From>
 MHC_INLINE To bits_as(From from) {
@@ -166,15 +184,6 @@ template <typename V>
 MHC_INLINE V stream4(V a0, V a1, V a2, V a3) {
   return (a0 + a1) + (a2 + a3);
 }
-
-template <int... I>
-struct Indices {};
-template <int N, int... I>
-struct MakeIndices : MakeIndices<N - 1, N - 1, I...> {};
-template <int... I>
-struct MakeIndices<0, I...> {
-  typedef Indices<I...> type;
-};
 
 // a0 b0 a1 b1 ... of the lower, or the upper, halves of two vectors.
 template <int W, typename V, int... I>

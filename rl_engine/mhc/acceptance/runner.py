@@ -21,6 +21,7 @@ from rl_engine.mhc.acceptance.operator_laws import OperatorProber
 from rl_engine.mhc.acceptance.origin import environment, golden_check, origin_checks, provenance
 from rl_engine.mhc.acceptance.refusals import refusal_checks
 from rl_engine.mhc.acceptance.verdict import Check, Divergence, Verdict
+from rl_engine.mhc.acceptance.whole_block import has_whole_block, whole_block_check
 from rl_engine.mhc.contract import FUSION_MODES, TRAINABILITY_MODES
 from rl_engine.mhc.float_mode import require_subnormals
 from rl_engine.mhc.operators import reference_operators
@@ -214,6 +215,8 @@ class _Session:
         if found and (changed(inputs) or misuse):
             yield storage_check(case, changed(inputs), misuse)
         yield Check("boundaries", self.standard(), case.name, status, len(reference.tensors), detail, found)
+        if has_whole_block(self.provider):
+            yield whole_block_check(self.provider, case, reference, self.known, self.standard())
         if not found:
             prober = Prober(observed, case, base)
             yield from prober.all_checks(self.options.repeat)

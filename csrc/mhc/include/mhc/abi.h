@@ -118,7 +118,7 @@ struct mhc_block_forward_args {
   struct mhc_rows gamma;     /* one row; unused where normalized is NULL */
   const float *weight, *alpha_pre, *alpha_post, *alpha_res, *bias;
   float *p, *s, *norm, *q, *r, *h;
-  float *sig, *exps; /* exps[T, 16] holds `shifted` after stage 1; exp is taken in place */
+  float *sig, *exps; /* exps[T, 16] holds `shifted` after stage 1; exp is taken in place. softmax may be the same memory */
   float *softmax, *pre, *post, *c;
   float *mean, *inv_rms;
   uint16_t *hidden_out, *normalized, *residual, *r_new; /* normalized, residual together, or r_new, may be NULL */

@@ -1,11 +1,12 @@
 """The whole block in a few calls of the library, with the least that the backward needs kept between its two halves.
 
-Under ``portable-fp32-mhc-v1`` a forward is one call. Under ``oracle-fp32-mhc-v1`` exp, sigmoid, sqrt and rsqrt are torch's, so
-it goes by blocks of tokens through the four stages of ``mhc_block_forward``, with torch's functions in between.
+Under ``portable-fp32-mhc-v1`` a forward is one call. Under ``oracle-fp32-mhc-v1`` exp, sigmoid, sqrt and rsqrt are
+torch's, so it goes by blocks of tokens through the four stages of ``mhc_block_forward``, with torch's functions in between.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from typing import NamedTuple
 
@@ -20,14 +21,16 @@ from rl_engine.mhc.operators.reference import need
 
 _FORWARD = struct.Struct("=5q2d9q5q6q2q4q2q4q")
 _BACKWARD = struct.Struct("=4q9q12q3q4q8q6q6q5q")
-_GATES, _COMB = 2 * HC_MULT, HC_MULT * HC_MULT
 _LAST_STAGE = 3
 _BLOCK = 128
 """Tokens that go through the stages together: their streams stay in a cache, and torch computes on this thread."""
 
-_SMALL = {"p": 24, "s": 1, "norm": 1, "q": 1, "r": 1, "h": 24, "sig": 8, "exps": 16}
-_SMALL |= {"softmax": 16, "pre": 4, "post": 4, "c": 16, "mean": 1, "inv_rms": 1}
-"""FP32 numbers a token of each small tensor, in the order of ``struct mhc_block_forward_args``."""
+_SCALARS = ("s", "norm", "q", "r", "mean", "inv_rms")
+_SHAPES = {"p": (24,), "h": (24,), "sig": (8,), "softmax": (4, 4), "pre": (4,), "post": (4,), "c": (4, 4)}
+_ORDER = ("p", "s", "norm", "q", "r", "h", "sig", "softmax", "softmax", "pre", "post", "c", "mean", "inv_rms")
+"""The small FP32 tensors in the order of ``struct mhc_block_forward_args``; exp and softmax are taken in place."""
+
+_WIDTHS = {name: math.prod(shape) for name, shape in _SHAPES.items()} | dict.fromkeys(_SCALARS, 1)
 
 
 class Forward(NamedTuple):
@@ -43,10 +46,9 @@ class Forward(NamedTuple):
 def forward(ops: NativeOperators, batch: ResidualBatch, norm: bool, mix: bool) -> Forward:
     """The forward of a validated batch: pre, then the norm and the mixing of the streams where asked for."""
     tokens, d = batch.tokens, batch.contract.hidden
-    small = {name: new_fp32(*_shape(name, tokens)) for name in _SMALL}
-    hidden, normalized, residual = (
-        new_bf16(tokens, d) if wanted else None for wanted in (True, norm, norm)
-    )
+    small = {name: new_fp32(tokens, *shape) for name, shape in _SHAPES.items()}
+    small |= zip(_SCALARS, new_fp32(len(_SCALARS), tokens).unbind(), strict=True)
+    hidden, normalized, residual = (new_bf16(tokens, d) if wanted else None for wanted in (True, norm, norm))
     assert hidden is not None
     r_new = new_bf16(tokens, HC_MULT, d) if mix else None
     r_old, y = row_contiguous(batch.r_old), row_contiguous(batch.y_sublayer)
@@ -55,7 +57,7 @@ def forward(ops: NativeOperators, batch: ResidualBatch, norm: bool, mix: bool) -
 
     def call(first: int, last: int, begin: int, end: int) -> None:
         streams, sublayer = _from_row(rows(r_old), begin, 2), _from_row(rows(y), begin, 2)
-        pointers = [small[name].data_ptr() + 4 * begin * width for name, width in _SMALL.items()]
+        pointers = [small[name].data_ptr() + 4 * begin * _WIDTHS[name] for name in _ORDER]
         widths = (d, d, d, HC_MULT * d)
         big = [0 if t is None else t.data_ptr() + 2 * begin * n for t, n in zip(outputs, widths, strict=True)]
         numbers = (end - begin, d, first, last, int(ops.portable), MHC_EPS, batch.contract.rmsnorm_eps)
@@ -71,7 +73,7 @@ def forward(ops: NativeOperators, batch: ResidualBatch, norm: bool, mix: bool) -
         call(0, 0, begin, end)
         part["norm"].copy_(ops.by_elementary("sqrt", part["s"]))
         call(1, 1, begin, end)
-        ops.split_gates(part["h"], part["sig"], part["exps"])
+        ops.split_gates(part["h"], part["sig"], part["softmax"])
         call(2, 2, begin, end)
         if norm:
             part["inv_rms"].copy_(ops.by_elementary("rsqrt", part["mean"]))
@@ -83,8 +85,8 @@ def saved_of(batch: ResidualBatch, done: Forward) -> Saved:
     """The ``saved`` dict of ``mhc_pre``: no FP32 copy of the streams, no Sinkhorn matrices."""
     small, k = done.small, batch.contract.flat_k
     gemm = {name: small[name] for name in ("s", "norm", "q", "r")} | {"k": k}
-    sig = small["sig"]
-    split = {"sig_pre": sig[:, :HC_MULT], "sig_post": sig[:, HC_MULT:], "softmax": small["softmax"], "eps": MHC_EPS}
+    sig_pre, sig_post = small["sig"].split_with_sizes((HC_MULT, HC_MULT), 1)
+    split = {"sig_pre": sig_pre, "sig_post": sig_post, "softmax": small["softmax"], "eps": MHC_EPS}
     named = {name: small[name] for name in ("p", "r", "h", "pre", "post", "c")}
     return {"x_flat": row_contiguous(batch.r_old).flatten(1), **named, "gemm": gemm, "sinkhorn": split}
 
@@ -176,13 +178,6 @@ def _pre_results(batch: ResidualBatch) -> Grads:
 def _parameters(controller: ControllerParams) -> list[torch.Tensor]:
     named = (controller.weight, controller.alpha_pre, controller.alpha_post, controller.alpha_res, controller.bias)
     return [dense(t) for t in named]
-
-
-def _shape(name: str, tokens: int) -> tuple[int, ...]:
-    if name in ("c", "softmax"):
-        return (tokens, HC_MULT, HC_MULT)
-    width = _SMALL[name]
-    return (tokens,) if width == 1 else (tokens, width)
 
 
 def _from_row(triple: tuple[int, int, int], row: int, size: int) -> tuple[int, int, int]:

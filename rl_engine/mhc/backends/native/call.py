@@ -1,7 +1,7 @@
 """One call into the library: tensors in as pointers, a status out as an exception.
 
-What the kernels take is row-contiguous CPU memory. A tensor that lies otherwise is copied first, so every layout gives the
-bytes of its contiguous copy.
+What the kernels take is row-contiguous CPU memory. A tensor that lies otherwise is copied first, so every layout
+gives the bytes of its contiguous copy.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Native:
 
     def __init__(self) -> None:
         """Load the library; ``NativeBackendUnavailable`` where it is not there."""
-        self.library = library.load()
-        self.isa_name = library.isa_level(self.library)
+        self.functions = library.load()
+        self.isa_name = library.isa_level(self.functions)
         self._isa = library.ISA_LEVELS.index(self.isa_name)
 
     def run(self, function: str, *arguments: Any) -> None:
@@ -44,7 +44,7 @@ class Native:
         ``MemoryError`` where scratch memory cannot be had, ``RuntimeError`` for any other status but success.
         """
         call = library.Call(library.ABI_VERSION, self._isa, max(1, torch.get_num_threads()), 0)
-        status = getattr(self.library, function)(call, *arguments)
+        status = getattr(self.functions, function)(call, *arguments)
         if status == _NO_MEMORY:
             raise MemoryError(f"native: {function}: no memory for scratch space")
         if status != 0:
@@ -53,11 +53,11 @@ class Native:
     @contextmanager
     def default_float_mode(self) -> Iterator[None]:
         """Within the block the calling thread rounds to nearest and keeps subnormals, whatever its caller has set."""
-        mode = self.library.mhc_float_mode_default()
+        mode = self.functions.mhc_float_mode_default()
         try:
             yield
         finally:
-            self.library.mhc_float_mode_restore(mode)
+            self.functions.mhc_float_mode_restore(mode)
 
 
 @functools.cache
@@ -80,7 +80,7 @@ def _new(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     output = torch.empty(shape, dtype=dtype, device="cpu")
     size = output.numel() * output.itemsize
     if size >= _LARGE:
-        native().library.mhc_prefer_huge_pages(output.data_ptr(), size)
+        native().functions.mhc_prefer_huge_pages(output.data_ptr(), size)
     return output
 
 
@@ -104,7 +104,7 @@ def dense(t: torch.Tensor) -> torch.Tensor:
 
 
 def rows(t: torch.Tensor) -> RowsTriple:
-    """The fields of ``struct mhc_rows`` for a row-contiguous FP32 or BF16 tensor, whose memory the caller keeps alive."""
+    """The fields of ``struct mhc_rows`` for a row-contiguous FP32 or BF16 tensor that the caller keeps alive."""
     return t.data_ptr(), t.stride(0), MHC_BF16 if t.dtype == torch.bfloat16 else MHC_FP32
 
 

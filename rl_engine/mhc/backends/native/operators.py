@@ -1,14 +1,23 @@
 """The leaf operators on the native kernels: check the arguments, allocate the outputs, call.
 
-Shapes, dtypes, equations and rounding points are those of the reference operators, whose names these are. What ``saved``
-holds is less: the 39 Sinkhorn matrices and FP32 copies of BF16 inputs are computed again in the backward.
+Shapes, dtypes, equations and rounding points are those of the reference operators, whose names these are. What
+``saved`` holds is less: the 39 Sinkhorn matrices and FP32 copies of BF16 inputs are computed again in the backward.
 """
 
 from __future__ import annotations
 
 import torch
 
-from rl_engine.mhc.backends.native.call import PORTABLE, Native, as_rows, dense, native, new_bf16, new_fp32, row_contiguous
+from rl_engine.mhc.backends.native.call import (
+    PORTABLE,
+    Native,
+    as_rows,
+    dense,
+    native,
+    new_bf16,
+    new_fp32,
+    row_contiguous,
+)
 from rl_engine.mhc.backends.native.library import Rows
 from rl_engine.mhc.contract import HC_MULT, MHC_EPS, ORACLE_PROFILE, PORTABLE_PROFILE, PROD_CONTROLLER_N, LayerContract
 from rl_engine.mhc.elementary import Elementary, for_profile
@@ -63,9 +72,7 @@ class NativeOperators:
         pre, post, c = new_fp32(tokens, HC_MULT), new_fp32(tokens, HC_MULT), new_fp32(tokens, HC_MULT, HC_MULT)
         softmax = new_fp32(tokens, HC_MULT, HC_MULT)
         outputs = (pre, post, c, softmax)
-        self.run(
-            "mhc_split_fwd", tokens, sig.data_ptr(), exps.data_ptr(), *(output.data_ptr() for output in outputs)
-        )
+        self.run("mhc_split_fwd", tokens, sig.data_ptr(), exps.data_ptr(), *(output.data_ptr() for output in outputs))
         saved = {"sig_pre": sig[:, :HC_MULT], "sig_post": sig[:, HC_MULT:], "softmax": softmax, "eps": MHC_EPS}
         return pre, post, c, saved
 
@@ -128,7 +135,12 @@ class NativeOperators:
         sizes = check_arguments("mhc_post_bwd", dr_new=dr_new, r_old=r_old, y=y, c=c, post=post)
         tokens, d = sizes["T"], sizes["D"]
         g, r, y, c, post = row_contiguous(dr_new), row_contiguous(r_old), row_contiguous(y), dense(c), dense(post)
-        outputs = new_fp32(tokens, HC_MULT, d), new_fp32(tokens, d), new_fp32(tokens, HC_MULT, HC_MULT), new_fp32(tokens, HC_MULT)
+        outputs = (
+            new_fp32(tokens, HC_MULT, d),
+            new_fp32(tokens, d),
+            new_fp32(tokens, HC_MULT, HC_MULT),
+            new_fp32(tokens, HC_MULT),
+        )
         inputs = (as_rows(g), as_rows(r), as_rows(y), c.data_ptr(), post.data_ptr())
         self.run("mhc_post_bwd", tokens, d, *inputs, *(output.data_ptr() for output in outputs))
         return outputs
@@ -210,7 +222,7 @@ class NativeOperators:
             if self.portable or values.shape[0] <= _AT_ONCE:
                 result: torch.Tensor = compute(values)
                 return result
-            return torch.cat([compute(piece) for piece in values.split(_AT_ONCE)])
+            return torch.cat([compute(piece) for piece in torch.split(values, _AT_ONCE)])
 
     def split_gates(self, h: torch.Tensor, sig: torch.Tensor, exps: torch.Tensor) -> None:
         """``sig = sigmoid(h[:, 0:8])`` and ``exps = exp(exps)`` in place, by the functions of the profile."""

@@ -11,7 +11,7 @@ from rl_engine.mhc.backends.native import block, library
 from rl_engine.mhc.backends.native.operators import NativeOperators
 from rl_engine.mhc.block import Grads
 from rl_engine.mhc.capabilities import require_capabilities
-from rl_engine.mhc.contract import ORACLE_PROFILE, GradBoundary, ResidualBatch
+from rl_engine.mhc.contract import ORACLE_PROFILE, ROW_GEOMETRIES, GradBoundary, ResidualBatch
 from rl_engine.mhc.operators import OperatorSet, Saved
 from rl_engine.mhc.trace import MHCTrace
 
@@ -51,9 +51,24 @@ class NativeProvider(NativeOperators):
             "abi_version": library.ABI_VERSION,
         }
 
+    def _gate(self, batch: ResidualBatch) -> None:
+        """Refuse what is not declared. The declaration of this very class is known, and read without a detour."""
+        contract = batch.contract
+        served = (
+            type(self) is NativeProvider
+            and contract.numeric_profile == self.numeric_profile
+            and contract.placement == "replicated"
+            and contract.fusion_mode in composition.SUPPORTED_FUSION
+            and contract.trainability in composition.SUPPORTED_TRAINABILITY
+            and batch.row_geometry in ROW_GEOMETRIES
+            and batch.r_old.device.type == "cpu"
+        )
+        if not served:
+            require_capabilities(self, contract, batch)
+
     def mhc_pre_fwd(self, batch: ResidualBatch, ops: OperatorSet | None = None) -> _Pre:
-        """``(hidden, pre, post, c, saved)`` in the whole-block path; over another ``ops``, the canonical composition."""
-        require_capabilities(self, batch.contract, batch)
+        """``(hidden, pre, post, c, saved)`` fused; over another ``ops``, the canonical composition."""
+        self._gate(batch)
         if ops is not None:
             return composition.mhc_pre_fwd(batch, ops)
         batch.validate()
@@ -71,14 +86,14 @@ class NativeProvider(NativeOperators):
         ops: OperatorSet | None = None,
     ) -> Grads:
         """``d_r_old`` and the controller gradients in one call; over another ``ops``, the canonical composition."""
-        require_capabilities(self, batch.contract, batch)
+        self._gate(batch)
         if ops is not None:
             return composition.mhc_pre_bwd(dhidden, dpost, dc, batch, saved, ops)
         return block.pre_backward(self, dhidden, dpost, dc, batch, saved)
 
     def mhc_pre_rmsnorm_fused_fwd(self, batch: ResidualBatch, ops: OperatorSet | None = None) -> _PreNorm:
-        """``(hidden, normalized, residual, post, c, saved)``, fused; over another ``ops``, the canonical composition."""
-        require_capabilities(self, batch.contract, batch)
+        """``(hidden, normalized, residual, post, c, saved)``, fused; over another ``ops``, the composition."""
+        self._gate(batch)
         if ops is not None:
             return composition.mhc_pre_rmsnorm_fused_fwd(batch, ops)
         batch.validate()
@@ -95,7 +110,7 @@ class NativeProvider(NativeOperators):
         """
         batch.validate()
         composition.require_profile(trace, batch)
-        require_capabilities(self, batch.contract, batch)
+        self._gate(batch)
         done = block.forward(self, batch, norm=True, mix=True)
         assert done.r_new is not None
         norm = {"r": done.small["inv_rms"], "d": batch.contract.hidden}
@@ -110,7 +125,7 @@ class NativeProvider(NativeOperators):
         """The gradients ``block.GRAD_KEYS`` of the whole block; with ``trace``, its boundaries are recorded."""
         grads.validate(batch)
         composition.require_profile(trace, batch)
-        require_capabilities(self, batch.contract, batch)
+        self._gate(batch)
         result = block.backward(self, batch, saved, grads)
         composition.record_backward(trace, result)
         return result
