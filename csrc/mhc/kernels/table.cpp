@@ -29,18 +29,24 @@ void elementary(std::int32_t, std::int64_t, const float*, float*);
 
 namespace {
 
-constexpr int kIndependent = kLanes == 16 ? 24 : 12;
+// Chains enough to hide the latency of an addition, and few enough to leave registers for the products.
+constexpr int kIndependent = kLanes == 16 ? 16 : 8;
 
-// Unfused multiply-adds on registers alone, as many as hide the latency.
+#if defined(__x86_64__)
+#define MHC_IN_REGISTER "+v"
+#else
+#define MHC_IN_REGISTER "+w"
+#endif
+
+// Unfused multiply-adds on registers alone.
 float multiply_add(std::int64_t steps) {
   F32 acc[kIndependent] = {};
-  F32 x = splat(0.5f);
+  F32 x = splat(0.5f), y = splat(0.25f);
   for (std::int64_t i = 0; i < steps; ++i) {
-#pragma GCC unroll 24
+#pragma GCC unroll 16
     for (int n = 0; n < kIndependent; ++n) {
-      F32 factor = x;
-      asm("" : "+m"(x));  // a value from memory, so that the product is not hoisted
-      acc[n] = acc[n] + acc[n] * factor;
+      asm("" : MHC_IN_REGISTER(x));  // as if x had changed, so that each product is computed
+      acc[n] = acc[n] + x * y;
     }
   }
   F32 sum{};
@@ -55,6 +61,6 @@ const Kernels kKernels = {
     pack_columns,   fold_n,           fold_m,          gemm_rms_scale, controller_fwd, controller_bwd,
     controller_folds, split_shift,    split_fwd,       split_bwd,     post_fwd,    post_bwd,
     aggregate_fwd,  aggregate_bwd,    rmsnorm_mean,    rmsnorm_fwd,   rmsnorm_dx,  rmsnorm_dgamma,
-    elementary,     multiply_add,     2 * kIndependent * kLanes};
+    elementary,     multiply_add,     std::int64_t{2} * kIndependent * kLanes};
 
 }  // namespace mhc::MHC_LEVEL

@@ -1,7 +1,7 @@
 """The whole block in a few calls of the library, with the least that the backward needs kept between its two halves.
 
 Under ``portable-fp32-mhc-v1`` a forward is one call. Under ``oracle-fp32-mhc-v1`` exp, sigmoid, sqrt and rsqrt are
-torch's, so it goes by blocks of tokens through the four stages of ``mhc_block_forward``, with torch's functions in between.
+torch's, so it goes by blocks of tokens through the four stages of ``mhc_block_forward``, those functions in between.
 """
 
 from __future__ import annotations
