@@ -14,7 +14,8 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test lint format bench clean verify-elementary verify-portable verify-arm arm-tools
+.PHONY: help setup check test lint format bench clean verify-elementary verify-portable verify-arm arm-tools \
+	native-drivers native-drivers-arm
 
 ROOT := $(shell cd "$$(dirname "$(strip $(MAKEFILE_LIST))")" && pwd -P)
 ifneq ($(ROOT),$(shell pwd -P))
@@ -29,9 +30,11 @@ help: ## list these targets
 
 setup: $(STAMP) ## create .venv and install the project with its pinned tools, if that is not done yet
 
-check: $(STAMP) ## judge the reference provider in both numeric profiles, golden hashes included
+check: $(STAMP) ## judge the reference and the native provider in both numeric profiles, golden hashes included
 	$(BIN)/python scripts/check_p1.py --provider reference
 	$(BIN)/python scripts/check_p1.py --provider reference --profile portable-fp32-mhc-v1
+	$(BIN)/python scripts/check_p1.py --provider native
+	$(BIN)/python scripts/check_p1.py --provider native --profile portable-fp32-mhc-v1
 
 test: lint ## lint, check types, then run every test
 	$(BIN)/python -m pytest -n $(JOBS)
@@ -87,23 +90,49 @@ build/verify_elementary_fma: csrc/mhc/verify/verify_elementary.cpp $(wildcard cs
 	@mkdir -p build
 	$(CXX) $(ELEMENTARY_FLAGS) -mfma -ffp-contract=fast $< -o $@ -lquadmath -lpthread
 
-# The C++ block against the golden manifest of the portable profile, on this machine and on an emulated aarch64.
-# A compiler may fuse a multiply and an add (on aarch64 it does by default), so -ffp-contract=off is no detail.
+# Both C++ blocks, the plain one and the native backend, against the golden manifest of the portable profile, on this
+# machine and on an emulated aarch64. A compiler may fuse a multiply and an add (on aarch64 it does by default), so
+# -ffp-contract=off is no detail.
 PORTABLE_SOURCES := $(wildcard csrc/mhc/verify/portable_*.cpp)
 PORTABLE_HEADERS := $(wildcard csrc/mhc/verify/*.hpp csrc/mhc/include/mhc/*.hpp)
 PORTABLE_FLAGS := -std=c++20 -O2 -ffp-contract=off -Wall -Wextra -Wconversion -Icsrc/mhc/include
 VERIFY_PORTABLE := $(BIN)/python csrc/mhc/verify/verify_portable.py --stride 4096
 ARM_CXX := aarch64-linux-gnu-g++
+ARM_OBJDUMP := aarch64-linux-gnu-objdump
 ARM_RUN := qemu-aarch64
 ARM_PACKAGES := g++-aarch64-linux-gnu qemu-user
 
-verify-portable: ## the C++ block gives the portable golden hashes on this machine
-verify-portable: $(STAMP) build/portable_driver
-	$(VERIFY_PORTABLE) --driver build/portable_driver
+VERIFY_UNFUSED := $(BIN)/python csrc/mhc/verify/verify_unfused.py
+HOST_DRIVERS := build/verify_native
+ARM_DRIVERS := build/verify_native_arm
+
+# $(call native_drivers,FOLDER,COMPILER,MORE OPTIONS): native_driver runs the entries for the whole block,
+# native_operators_driver those for each operator. A kept folder would remember another compiler, hence --fresh.
+native_drivers = CXX="$(2)" $(BIN)/cmake --fresh --log-level=WARNING -S csrc/mhc/verify -B $(1) -G Ninja \
+	-DCMAKE_MAKE_PROGRAM="$(ROOT)/$(BIN)/ninja" -DCMAKE_BUILD_TYPE=Release $(3) && \
+	$(BIN)/cmake --build $(1) --parallel $(JOBS) --target native_driver native_operators_driver
+
+verify-portable: ## both C++ blocks give the portable golden hashes on this machine, at each level of instructions
+verify-portable: $(STAMP) build/portable_driver native-drivers
+	$(VERIFY_UNFUSED) $(HOST_DRIVERS)
+	@isas=$$($(HOST_DRIVERS)/native_driver --isas) || exit 1; set -- --driver build/portable_driver; \
+	for isa in $$isas; do for driver in native_driver native_operators_driver; do \
+		set -- "$$@" --driver "$(HOST_DRIVERS)/$$driver --isa $$isa"; \
+	done; done; \
+	$(VERIFY_PORTABLE) "$$@"
 
 verify-arm: ## the same on an emulated aarch64 (installs a cross compiler and qemu-user)
-verify-arm: $(STAMP) build/portable_driver build/portable_driver_arm
-	$(VERIFY_PORTABLE) --driver build/portable_driver --driver '$(ARM_RUN) build/portable_driver_arm'
+verify-arm: $(STAMP) build/portable_driver build/portable_driver_arm native-drivers-arm
+	$(VERIFY_UNFUSED) $(ARM_DRIVERS) --objdump $(ARM_OBJDUMP)
+	$(VERIFY_PORTABLE) --driver build/portable_driver --driver '$(ARM_RUN) build/portable_driver_arm' \
+		--driver '$(ARM_RUN) $(ARM_DRIVERS)/native_driver --isa neon' \
+		--driver '$(ARM_RUN) $(ARM_DRIVERS)/native_operators_driver --isa neon'
+
+native-drivers: $(STAMP)
+	$(call native_drivers,$(HOST_DRIVERS),$(CXX))
+
+native-drivers-arm: $(STAMP) | arm-tools
+	$(call native_drivers,$(ARM_DRIVERS),$(ARM_CXX),-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64)
 
 build/portable_driver: $(PORTABLE_SOURCES) $(PORTABLE_HEADERS)
 	@command -v "$(CXX)" >/dev/null || { echo "make: '$(CXX)' was not found. On Debian or Ubuntu:" \

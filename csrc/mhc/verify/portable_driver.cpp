@@ -1,11 +1,15 @@
 // Run the cases of a case file and write what they give.
 //
-//   portable_driver CASES RESULTS [--stride N]
+//   portable_driver CASES RESULTS [--stride N] [--isa NAME]
+//   portable_driver --isas
 //
 // Kinds: "block" and "block-mixer-frozen" (forward and backward; the second leaves the controller gradients out),
 // "hc_split_sinkhorn", "rmsnorm_residual". The results of a case bear the names of the golden manifest. With --stride,
-// print a checksum of each elementary function over every N-th FP32 input, in the manner of verify_elementary.
+// print a checksum of each elementary function over every N-th FP32 input, in the manner of verify_elementary. Which
+// implementation runs is decided by what this file is linked with (portable_backend.hpp); --isa chooses one of its levels
+// of instructions, --isas lists them, a line each.
 // Exit status: 0, or 2 where an argument, a file or a case is bad.
+#include <algorithm>
 #include <bit>
 #include <cinttypes>
 #include <cstdint>
@@ -17,7 +21,7 @@
 #include <vector>
 
 #include "checksum.hpp"
-#include "mhc/elementary.hpp"
+#include "portable_backend.hpp"
 #include "portable_block.hpp"
 #include "portable_case_file.hpp"
 
@@ -147,11 +151,20 @@ Case run(const Case& input) {
   return out;
 }
 
-void print_checksum(const char* name, float (*recipe)(float), std::uint64_t stride) {
+void print_checksum(const char* name, Function function, std::uint64_t stride) {
+  constexpr std::uint64_t kEnd = std::uint64_t{1} << 32;
+  constexpr std::size_t kPiece = 1 << 16;
   std::uint64_t count = 0, checksum = 0;
-  for (std::uint64_t i = 0; i < std::uint64_t{1} << 32; i += stride, ++count) {
-    const auto bits = static_cast<std::uint32_t>(i);
-    checksum += mix(bits, std::bit_cast<std::uint32_t>(recipe(std::bit_cast<float>(bits))));
+  Floats x, y;
+  for (std::uint64_t i = 0; i < kEnd;) {
+    x.clear();
+    for (; i < kEnd && x.size() < kPiece; i += stride) x.push_back(std::bit_cast<float>(static_cast<std::uint32_t>(i)));
+    y.resize(x.size());
+    elementary(function, x, y);
+    for (std::size_t at = 0; at < x.size(); ++at) {
+      checksum += mix(std::bit_cast<std::uint32_t>(x[at]), std::bit_cast<std::uint32_t>(y[at]));
+    }
+    count += x.size();
   }
   std::printf("%-8s inputs %10" PRIu64 "  checksum %016" PRIx64 "\n", name, count, checksum);
 }
@@ -165,19 +178,51 @@ std::uint64_t stride_of(const std::string& text) {
   return stride;
 }
 
-void drive(const std::vector<std::string>& arguments) {
-  if (arguments.size() != 2 && !(arguments.size() == 4 && arguments[2] == "--stride")) {
-    throw CaseError("usage: portable_driver CASES RESULTS [--stride N]");
+void choose(const std::string& level) {
+  const std::vector<std::string> known = levels();
+  if (std::find(known.begin(), known.end(), level) != known.end()) return choose_level(level);
+  std::string names;
+  for (const std::string& name : known) names += (names.empty() ? "" : ", ") + name;
+  throw CaseError("--isa: got '" + level + "', want one of: " + (names.empty() ? "(none)" : names));
+}
+
+struct Arguments {
+  std::vector<std::string> files;
+  std::uint64_t stride = 0;
+};
+
+Arguments parse(const std::vector<std::string>& arguments) {
+  Arguments parsed;
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    const bool last = i + 1 == arguments.size();
+    if (arguments[i] == "--stride" && !last) {
+      parsed.stride = stride_of(arguments[++i]);
+    } else if (arguments[i] == "--isa" && !last) {
+      choose(arguments[++i]);
+    } else {
+      parsed.files.push_back(arguments[i]);
+    }
   }
-  const std::uint64_t stride = arguments.size() == 4 ? stride_of(arguments[3]) : 0;
+  if (parsed.files.size() != 2) {
+    throw CaseError("usage: " + std::string(kProgram) + " CASES RESULTS [--stride N] [--isa NAME], or --isas alone");
+  }
+  return parsed;
+}
+
+void drive(const std::vector<std::string>& arguments) {
+  if (arguments.size() == 1 && arguments[0] == "--isas") {
+    for (const std::string& level : levels()) std::puts(level.c_str());
+    return;
+  }
+  const Arguments parsed = parse(arguments);
   std::vector<Case> results;
-  for (const Case& input : read_cases(arguments[0])) results.push_back(run(input));
-  write_cases(arguments[1], results);
-  if (stride == 0) return;
-  print_checksum("exp", exp_rn, stride);
-  print_checksum("rsqrt", rsqrt_rn, stride);
-  print_checksum("sqrt", sqrt_rn, stride);
-  print_checksum("sigmoid", sigmoid_rn, stride);
+  for (const Case& input : read_cases(parsed.files[0])) results.push_back(run(input));
+  write_cases(parsed.files[1], results);
+  if (parsed.stride == 0) return;
+  print_checksum("exp", Function::kExp, parsed.stride);
+  print_checksum("rsqrt", Function::kRsqrt, parsed.stride);
+  print_checksum("sqrt", Function::kSqrt, parsed.stride);
+  print_checksum("sigmoid", Function::kSigmoid, parsed.stride);
 }
 
 }  // namespace
@@ -188,7 +233,7 @@ int main(int argc, char** argv) {
   try {
     mhc::portable::drive({argv + 1, argv + argc});
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "portable_driver: %s\n", error.what());
+    std::fprintf(stderr, "%s: %s\n", mhc::portable::kProgram, error.what());
     return 2;
   }
   return 0;
