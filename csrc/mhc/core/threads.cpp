@@ -46,24 +46,26 @@ class Pool {
 
   void run_with(Job& job, int workers) {
     while (static_cast<int>(threads_.size()) < workers) {
-      const int index = static_cast<int>(threads_.size());
       try {
-        threads_.emplace_back([this, index] { serve(index); });
+        threads_.emplace_back([this] { serve(); });
       } catch (...) {
         break;  // fewer threads do the same work
       }
     }
-    const int helpers = workers < static_cast<int>(threads_.size()) ? workers : static_cast<int>(threads_.size());
     {
       const std::lock_guard<std::mutex> guard(lock_);
       job_ = &job;
-      helpers_ = helpers;
-      running_.store(helpers);
+      wanted_ = workers;
       turn_.fetch_add(1, std::memory_order_release);
     }
     wake_.notify_all();
     run(job);
-    for (int spin = 0; running_.load(std::memory_order_acquire) != 0; ++spin) {
+    {
+      // A worker that has not come by now finds nothing: no unit is left, and nobody waits for it.
+      const std::lock_guard<std::mutex> guard(lock_);
+      job_ = nullptr;
+    }
+    for (int spin = 0; active_.load(std::memory_order_acquire) != 0; ++spin) {
       if (spin < kSpins) {
         pause_briefly();
       } else {
@@ -73,7 +75,7 @@ class Pool {
   }
 
  private:
-  void serve(int index) {
+  void serve() {
     std::uint64_t seen = 0;
     for (;;) {
       for (int spin = 0; spin < kSpins && turn_.load(std::memory_order_acquire) == seen; ++spin) pause_briefly();
@@ -82,14 +84,18 @@ class Pool {
         std::unique_lock<std::mutex> guard(lock_);
         wake_.wait(guard, [&] { return turn_.load() != seen; });
         seen = turn_.load();
-        if (index < helpers_) job = job_;
+        if (job_ != nullptr && wanted_ > 0) {
+          job = job_;
+          --wanted_;
+          active_.fetch_add(1);
+        }
       }
       if (job == nullptr) continue;
       {
         const DefaultFloatMode mode;
         run(*job);
       }
-      running_.fetch_sub(1, std::memory_order_release);
+      active_.fetch_sub(1, std::memory_order_release);
     }
   }
 
@@ -97,9 +103,9 @@ class Pool {
   std::mutex lock_;
   std::condition_variable wake_;
   std::atomic<std::uint64_t> turn_{0};
-  std::atomic<int> running_{0};
+  std::atomic<int> active_{0};  // workers inside the job
   Job* job_ = nullptr;
-  int helpers_ = 0;
+  int wanted_ = 0;  // workers that may still join it
 };
 
 // Never destroyed: its threads sleep in it until the process ends. A forked child has none of them, so it starts with a

@@ -25,9 +25,12 @@ from rl_engine.mhc.operators.interface import Saved, check_arguments
 from rl_engine.mhc.operators.reference import need
 
 _GATES = 2 * HC_MULT
-_AT_ONCE = 1024
-"""Tokens whose elementary functions are one call of torch: few enough to stay on the calling thread, whose
-floating-point mode is known."""
+_AT_ONCE = 96
+"""Elements of one call of ``torch.exp`` or ``torch.sqrt``. From 100 on their vector library spreads them over OpenMP
+threads, which a forked child does not have and waits for, and whose floating-point mode is not the caller's."""
+
+_TOKENS_AT_ONCE = 1024
+"""Tokens of one call of the others, which ATen computes on the calling thread up to 2^15 elements."""
 
 _BF16 = torch.bfloat16
 
@@ -219,10 +222,14 @@ class NativeOperators:
         """
         compute = getattr(self._elementary, function)
         with torch.no_grad(), self._native.default_float_mode():
-            if self.portable or values.shape[0] <= _AT_ONCE:
+            if self.portable or values.numel() < _AT_ONCE:
                 result: torch.Tensor = compute(values)
                 return result
-            return torch.cat([compute(piece) for piece in torch.split(values, _AT_ONCE)])
+            if function in ("exp", "sqrt"):
+                pieces = torch.split(values.reshape(-1), _AT_ONCE)
+            else:
+                pieces = torch.split(values, _TOKENS_AT_ONCE)
+            return torch.cat([compute(piece) for piece in pieces]).view(values.shape)
 
     def split_gates(self, h: torch.Tensor, sig: torch.Tensor, exps: torch.Tensor) -> None:
         """``sig = sigmoid(h[:, 0:8])`` and ``exps = exp(exps)`` in place, by the functions of the profile."""
