@@ -113,9 +113,10 @@ def test_make_test_lints_types_and_tests() -> None:
     assert make("--dry-run", "test").splitlines() == [f".venv/bin/python {step}" for step in steps]
 
 
-def test_make_check_judges_the_reference() -> None:
-    judge = ".venv/bin/python scripts/check_p1.py --provider reference"
-    assert make("--dry-run", "check").splitlines() == [judge, f"{judge} --profile portable-fp32-mhc-v1"]
+def test_make_check_judges_both_providers_in_both_profiles() -> None:
+    judges = [f".venv/bin/python scripts/check_p1.py --provider {name}" for name in ("reference", "native")]
+    wanted = [line for judge in judges for line in (judge, f"{judge} --profile portable-fp32-mhc-v1")]
+    assert make("--dry-run", "check").splitlines() == wanted
 
 
 def test_ci_runs_the_two_commands() -> None:

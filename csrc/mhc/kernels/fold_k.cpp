@@ -10,17 +10,59 @@ namespace {
 
 constexpr int kSteps = 128;  // x of a tile for so many steps stays in the first cache beside its weights
 
+// A chunk of x with a token in each lane: FP32 step by step, BF16 in pairs of steps that are widened when they are used.
+struct WideSteps {
+  alignas(64) float lanes[kSteps * kLanes];
+  MHC_INLINE void fill(RowsOf<float> x, std::int64_t token, int tokens, std::int64_t at, int steps) {
+    tokens_to_lanes(x, token, tokens, at, steps, lanes);
+  }
+  MHC_INLINE void two(int k, F32& even, F32& odd) const {
+    even = load(lanes + k * kLanes);
+    odd = load(lanes + (k + 1) * kLanes);
+  }
+};
+
+struct PairSteps {
+  alignas(64) U32 lanes[kSteps / 2];
+  MHC_INLINE void fill(RowsOf<Bf16> x, std::int64_t token, int tokens, std::int64_t at, int steps) {
+    pairs_to_lanes(x, token, tokens, at, steps, [&](int pair, U32 both) { lanes[pair] = both; });
+  }
+  MHC_INLINE void two(int k, F32& even, F32& odd) const {
+    even = even_of(lanes[k / 2]);
+    odd = odd_of(lanes[k / 2]);
+  }
+};
+
+template <typename T>
+struct StepsOf {
+  typedef WideSteps Type;
+};
+template <>
+struct StepsOf<Bf16> {
+  typedef PairSteps Type;
+};
+
 template <int N, bool Squares>
-MHC_INLINE void fold_steps(const float* x, const float* w, int steps, F32 (&acc)[N], F32& squares) {
-  F32 a[N];
-  F32 s = squares;
+MHC_INLINE void fold_step(F32 xk, const float* w, F32 (&a)[N], F32& s) {
+  if constexpr (Squares) s = s + xk * xk;
+#pragma GCC unroll 24
+  for (int n = 0; n < N; ++n) a[n] = a[n] + xk * splat(w[n]);
+}
+
+template <int N, bool Squares, typename Steps>
+MHC_INLINE void fold_steps(const Steps& x, const float* w, int steps, F32 (&acc)[N], F32& squares) {
+  F32 a[N], s = squares, even, odd;
 #pragma GCC unroll 24
   for (int n = 0; n < N; ++n) a[n] = acc[n];
-  for (int k = 0; k < steps; ++k) {
-    const F32 xk = load(x + k * kLanes);
-    if constexpr (Squares) s = s + xk * xk;
-#pragma GCC unroll 24
-    for (int n = 0; n < N; ++n) a[n] = a[n] + xk * splat(w[k * kChains + n]);
+  int k = 0;
+  for (; k + 2 <= steps; k += 2) {
+    x.two(k, even, odd);
+    fold_step<N, Squares>(even, w + k * kChains, a, s);
+    fold_step<N, Squares>(odd, w + (k + 1) * kChains, a, s);
+  }
+  if (k < steps) {
+    x.two(k, even, odd);
+    fold_step<N, Squares>(even, w + k * kChains, a, s);
   }
 #pragma GCC unroll 24
   for (int n = 0; n < N; ++n) acc[n] = a[n];
@@ -32,10 +74,10 @@ void fold_tile(RowsOf<T> x, std::int64_t token, int tokens, std::int64_t k, cons
                float* out, std::int64_t n, float* sumsq) {
   F32 acc[N] = {};
   F32 squares{};
-  alignas(64) float lanes[kSteps * kLanes];
+  typename StepsOf<T>::Type lanes;
   for (std::int64_t at = 0; at < k; at += kSteps) {
     const int steps = static_cast<int>(least(kSteps, k - at));
-    tokens_to_lanes(x, token, tokens, at, steps, lanes);
+    lanes.fill(x, token, tokens, at, steps);
     fold_steps<N, Squares>(lanes, w + at * kChains, steps, acc, squares);
   }
   alignas(64) float each[kLanes];

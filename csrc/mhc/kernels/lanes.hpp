@@ -212,6 +212,45 @@ MHC_INLINE void transpose(V (&rows)[W]) {
   }
 }
 
+#if defined(__AVX512F__)
+// The same from memory: row(t) points to 64 bytes. Quarters of four rows are put side by side by masked loads, which leaves
+// only shuffles within quarters.
+template <typename Row>
+MHC_INLINE void transpose_rows(Row row, U32 (&columns)[16]) {
+  __m512i z[4][4];
+#pragma GCC unroll 4
+  for (int q = 0; q < 4; ++q) {
+    const char* at[4];
+#pragma GCC unroll 4
+    for (int l = 0; l < 4; ++l) at[l] = static_cast<const char*>(row(4 * l + q));
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c) {
+      const auto quarter = [&](int l) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(at[l] + 16 * c)); };
+      __m512i lanes = _mm512_broadcast_i32x4(quarter(0));
+      lanes = _mm512_mask_broadcast_i32x4(lanes, 0x00f0, quarter(1));
+      lanes = _mm512_mask_broadcast_i32x4(lanes, 0x0f00, quarter(2));
+      z[c][q] = _mm512_mask_broadcast_i32x4(lanes, 0xf000, quarter(3));
+    }
+  }
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; ++c) {
+    const __m512i low01 = _mm512_unpacklo_epi32(z[c][0], z[c][1]), high01 = _mm512_unpackhi_epi32(z[c][0], z[c][1]);
+    const __m512i low23 = _mm512_unpacklo_epi32(z[c][2], z[c][3]), high23 = _mm512_unpackhi_epi32(z[c][2], z[c][3]);
+    columns[4 * c] = bits_as<U32>(_mm512_unpacklo_epi64(low01, low23));
+    columns[4 * c + 1] = bits_as<U32>(_mm512_unpackhi_epi64(low01, low23));
+    columns[4 * c + 2] = bits_as<U32>(_mm512_unpacklo_epi64(high01, high23));
+    columns[4 * c + 3] = bits_as<U32>(_mm512_unpackhi_epi64(high01, high23));
+  }
+}
+#else
+template <typename Row>
+MHC_INLINE void transpose_rows(Row row, U32 (&columns)[kLanes]) {
+#pragma GCC unroll 8
+  for (int t = 0; t < kLanes; ++t) __builtin_memcpy(&columns[t], row(t), sizeof(U32));
+  transpose<kLanes>(columns);
+}
+#endif
+
 template <typename T>
 struct RowsOf {
   const T* data;
@@ -219,12 +258,10 @@ struct RowsOf {
   MHC_INLINE const T* row(std::int64_t t) const { return data + t * stride; }
 };
 
-// The lines of a row that the next step will read: rows lie kilobytes apart, a pattern that processors do not foresee.
+// The line of a row that a later step will read: rows lie kilobytes apart, a pattern that processors do not foresee.
 template <typename T>
 MHC_INLINE void prefetch_ahead(const T* from, int elements) {
-  const char* line = reinterpret_cast<const char*>(from + elements);
-  __builtin_prefetch(line);
-  if (elements * static_cast<int>(sizeof(T)) > 64) __builtin_prefetch(line + 64);
+  __builtin_prefetch(reinterpret_cast<const char*>(from + elements));
 }
 
 // Segments [begin, begin + count) of `tokens` <= kLanes rows, as to[i][lane]: lane is the token, those beyond `tokens` are
@@ -232,48 +269,64 @@ MHC_INLINE void prefetch_ahead(const T* from, int elements) {
 MHC_INLINE void tokens_to_lanes(RowsOf<float> rows, std::int64_t token, int tokens, std::int64_t begin, int count,
                                 float* to) {
   for (int at = 0; at < count; at += kLanes) {
-    F32 tile[kLanes] = {};
-    if (count - at >= kLanes) {
-      for (int t = 0; t < tokens; ++t) {
-        const float* from = rows.row(token + t) + begin + at;
-        tile[t] = load(from);
-        prefetch_ahead(from, 2 * kLanes);
-      }
+    U32 tile[kLanes] = {};
+    if (count - at >= kLanes && tokens == kLanes) {
+      transpose_rows(
+          [&](int t) {
+            const float* from = rows.row(token + t) + begin + at;
+            prefetch_ahead(from, 2 * kLanes);
+            return from;
+          },
+          tile);
     } else {
-      for (int t = 0; t < tokens; ++t) tile[t] = load(rows.row(token + t) + begin + at, Part{count - at});
+      const Part part{count - at < kLanes ? count - at : kLanes};
+      for (int t = 0; t < tokens; ++t) tile[t] = bits_as<U32>(load(rows.row(token + t) + begin + at, part));
+      transpose<kLanes>(tile);
     }
-    transpose<kLanes>(tile);
-    for (int i = 0; i < kLanes; ++i) store(to + (at + i) * kLanes, tile[i]);
+    for (int i = 0; i < kLanes; ++i) store(to + (at + i) * kLanes, bits_as<F32>(tile[i]));
   }
 }
 
-// Two neighbours travel through the transpose as one 32-bit lane, and are widened after it.
-MHC_INLINE void tokens_to_lanes(RowsOf<Bf16> rows, std::int64_t token, int tokens, std::int64_t begin, int count,
-                                float* to) {
+// Two neighbours travel through the transpose as one 32-bit lane: emit(pair, lanes) for each pair of the segment, the even
+// neighbour in the lower half.
+template <typename Emit>
+MHC_INLINE void pairs_to_lanes(RowsOf<Bf16> rows, std::int64_t token, int tokens, std::int64_t begin, int count,
+                               Emit emit) {
   constexpr int kPairs = 2 * kLanes;
   for (int at = 0; at < count; at += kPairs) {
     U32 tile[kLanes] = {};
     const int rest = count - at;
-    if (rest >= kPairs) {
-      for (int t = 0; t < tokens; ++t) {
-        const Bf16* from = rows.row(token + t) + begin + at;
-        __builtin_memcpy(&tile[t], from, sizeof(U32));
-        prefetch_ahead(from, 2 * kPairs);
-      }
+    if (rest >= kPairs && tokens == kLanes) {
+      transpose_rows(
+          [&](int t) {
+            const Bf16* from = rows.row(token + t) + begin + at;
+            prefetch_ahead(from, 2 * kPairs);
+            return from;
+          },
+          tile);
     } else {
       for (int t = 0; t < tokens; ++t) {
         Bf16 copy[kPairs] = {};
         const Bf16* from = rows.row(token + t) + begin + at;
-        for (int i = 0; i < rest; ++i) copy[i] = from[i];
+        for (int i = 0; i < kPairs && i < rest; ++i) copy[i] = from[i];
         __builtin_memcpy(&tile[t], copy, sizeof(U32));
       }
+      transpose<kLanes>(tile);
     }
-    transpose<kLanes>(tile);
-    for (int i = 0; i < kLanes; ++i) {
-      store(to + (at + 2 * i) * kLanes, bits_as<F32>(tile[i] << 16));
-      store(to + (at + 2 * i + 1) * kLanes, bits_as<F32>(tile[i] & 0xffff0000u));
-    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) emit(at / 2 + i, tile[i]);
   }
+}
+
+MHC_INLINE F32 even_of(U32 pair) { return bits_as<F32>(pair << 16); }
+MHC_INLINE F32 odd_of(U32 pair) { return bits_as<F32>(pair & 0xffff0000u); }
+
+MHC_INLINE void tokens_to_lanes(RowsOf<Bf16> rows, std::int64_t token, int tokens, std::int64_t begin, int count,
+                                float* to) {
+  pairs_to_lanes(rows, token, tokens, begin, count, [&](int pair, U32 lanes) {
+    store(to + 2 * pair * kLanes, even_of(lanes));
+    store(to + (2 * pair + 1) * kLanes, odd_of(lanes));
+  });
 }
 
 }  // namespace mhc::MHC_LEVEL

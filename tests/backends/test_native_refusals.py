@@ -1,0 +1,137 @@
+"""What the native backend cannot serve it refuses, by an error that names the field, before it reads a byte."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from rl_engine.mhc.backends.native.operators import NativeOperators
+from rl_engine.mhc.contract import GradBoundary
+from rl_engine.mhc.operators.interface import LEAF_OPERATORS, TENSOR_ARGUMENTS
+from rl_engine.mhc.profiles import NumericProfile, Tolerance, register_profile
+from rl_engine.mhc.trace import MHCTrace
+from tests.backends.support import PROFILES, drawn, provider
+
+SIZES = {"T": 5, "D": 12, "K": 48, "M": 5, "N": 7}
+ARGUMENTS = [(operator, name) for operator in LEAF_OPERATORS for name in TENSOR_ARGUMENTS[operator]]
+
+
+def arguments(operator: str, device: str = "cpu") -> dict[str, Any]:
+    """Zeros for every tensor argument, and what else the operator takes."""
+    named: dict[str, Any] = {
+        name: torch.zeros([SIZES.get(d, d) for d in spec.dims], dtype=spec.dtypes[0], device=device)  # type: ignore[arg-type]
+        for name, spec in TENSOR_ARGUMENTS[operator].items()
+    }
+    if operator in ("fp32_gemm_rms_fwd", "rmsnorm_residual_fwd"):
+        named["eps"] = 1e-6
+    t = SIZES["T"]
+    saved = {
+        "hc_split_sinkhorn_bwd": {k: torch.zeros(t, 4) for k in ("sig_pre", "sig_post")}
+        | {"softmax": torch.ones(t, 4, 4)},
+        "fp32_gemm_rms_bwd": {"r": torch.zeros(t), "q": torch.zeros(t)},
+        "rmsnorm_residual_bwd": {"r": torch.zeros(t)},
+    }
+    return named | ({"saved": saved[operator]} if operator in saved else {})
+
+
+@pytest.mark.parametrize("operator", LEAF_OPERATORS)
+def test_the_arguments_that_the_refusals_start_from_are_served(operator: str) -> None:
+    getattr(provider(PROFILES[0]), operator)(**arguments(operator))
+
+
+@pytest.mark.parametrize(("operator", "name"), ARGUMENTS)
+def test_another_dtype_is_a_type_error_that_names_the_field(operator: str, name: str) -> None:
+    given = arguments(operator)
+    for dtype in (torch.float64, torch.float16):
+        with pytest.raises(TypeError, match=f"^{operator}: {name}: got dtype"):
+            getattr(provider(PROFILES[0]), operator)(**given | {name: given[name].to(dtype)})
+    with pytest.raises(TypeError, match=f"^{operator}: {name}: got list"):
+        getattr(provider(PROFILES[0]), operator)(**given | {name: [1.0]})
+
+
+@pytest.mark.parametrize(("operator", "name"), ARGUMENTS)
+def test_another_rank_or_size_is_a_value_error(operator: str, name: str) -> None:
+    given = arguments(operator)
+    with pytest.raises(ValueError, match=f"^{operator}: {name}: got shape"):
+        getattr(provider(PROFILES[0]), operator)(**given | {name: given[name][None]})
+    grown = torch.cat((given[name], given[name]))
+    if operator != "fixed_k_gemm_fwd" and len(TENSOR_ARGUMENTS[operator]) > 1:
+        with pytest.raises(ValueError, match=f"^{operator}: \\w+: got shape"):
+            getattr(provider(PROFILES[0]), operator)(**given | {name: grown})
+
+
+@pytest.mark.parametrize("operator", LEAF_OPERATORS)
+def test_another_device_is_refused(operator: str) -> None:
+    with pytest.raises(NotImplementedError, match=r"^native: device: want 'cpu', got 'meta' \(fail-closed\)$"):
+        getattr(provider(PROFILES[0]), operator)(**arguments(operator, "meta"))
+
+
+@pytest.mark.parametrize(
+    ("operator", "key"),
+    [
+        *(("hc_split_sinkhorn_bwd", key) for key in ("sig_pre", "sig_post", "softmax")),
+        *(("fp32_gemm_rms_bwd", key) for key in ("r", "q")),
+        ("rmsnorm_residual_bwd", "r"),
+    ],
+)
+def test_a_saved_dict_that_lacks_a_key_or_has_other_rows_is_refused(operator: str, key: str) -> None:
+    given = arguments(operator)
+    without = {k: t for k, t in given["saved"].items() if k != key}
+    shorter = given["saved"] | {key: given["saved"][key][:2]}
+    for saved in (without, shorter, None):
+        with pytest.raises(ValueError, match=f"^{operator}: saved"):
+            getattr(provider(PROFILES[0]), operator)(**given | {"saved": saved})
+
+
+def test_a_block_on_another_device_is_refused() -> None:
+    batch, grads = drawn("refused", 3, 12)
+    _, saved = provider(PROFILES[0]).mhc_block_forward(batch)
+    elsewhere = dataclasses.replace(batch, weight_fingerprint="").to("meta")
+    zeros = torch.zeros(3, 4), torch.zeros(3, 4, 4)
+    for call in (
+        lambda ops: ops.mhc_block_forward(elsewhere),
+        lambda ops: ops.mhc_pre_fwd(elsewhere),
+        lambda ops: ops.mhc_pre_rmsnorm_fused_fwd(elsewhere),
+        lambda ops: ops.mhc_block_backward(elsewhere, saved, grads.to("meta")),
+        lambda ops: ops.mhc_pre_bwd(grads.d_normalized, *zeros, elsewhere, saved),
+    ):
+        with pytest.raises(NotImplementedError, match=r"devices: want 'meta'.*\(fail-closed\)"):
+            call(provider(PROFILES[0]))
+
+
+def test_a_block_with_a_wrong_field_is_refused() -> None:
+    batch, grads = drawn("refused", 3, 12)
+    ops = provider(PROFILES[0])
+    _, saved = ops.mhc_block_forward(batch)
+    with pytest.raises(TypeError, match="^r_old: got dtype"):
+        ops.mhc_block_forward(dataclasses.replace(batch, r_old=batch.r_old.float()))
+    with pytest.raises(ValueError, match="^y_sublayer: got shape"):
+        ops.mhc_pre_rmsnorm_fused_fwd(dataclasses.replace(batch, y_sublayer=batch.y_sublayer[:2]))
+    with pytest.raises(TypeError, match="^d_residual: got dtype"):
+        ops.mhc_block_backward(batch, saved, dataclasses.replace(grads, d_residual=grads.d_residual.float()))
+    with pytest.raises(ValueError, match="^d_r_new: got shape"):
+        ops.mhc_block_backward(batch, saved, GradBoundary(grads.d_r_new[:2], grads.d_normalized, grads.d_residual))
+    with pytest.raises(NotImplementedError, match="numeric_profile"):
+        ops.mhc_block_forward(drawn("refused", 3, 12, PROFILES[1])[0])
+    with pytest.raises(ValueError, match="trace.numeric_profile"):
+        ops.mhc_block_forward(batch, MHCTrace(PROFILES[1]))
+
+
+@pytest.mark.parametrize("key", ["gemm", "sinkhorn", "p", "r", "pre", "post", "c", "hidden", "norm"])
+def test_a_backward_without_a_saved_tensor_is_refused(key: str) -> None:
+    batch, grads = drawn("refused", 3, 12)
+    ops = provider(PROFILES[0])
+    _, saved = ops.mhc_block_forward(batch)
+    with pytest.raises(ValueError, match=f"saved: want the dict of the forward with key '{key}'"):
+        ops.mhc_block_backward(batch, {k: v for k, v in saved.items() if k != key}, grads)
+
+
+def test_another_profile_is_refused() -> None:
+    tolerant = NumericProfile("tests-native-tolerant", "torch-library", tolerance={"*": Tolerance(1)}, base=PROFILES[0])
+    register_profile(tolerant)
+    for profile in (tolerant.id, "no-such-profile", ""):
+        with pytest.raises(ValueError, match=f"^native: numeric_profile: got '{profile}', want one of: "):
+            NativeOperators(profile)
