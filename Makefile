@@ -14,13 +14,13 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test lint format bench clean verify-elementary verify-portable verify-arm arm-tools \
+.PHONY: help setup check test test-asan lint format bench clean verify-elementary verify-portable verify-arm arm-tools \
 	native-drivers native-drivers-arm
 
 ROOT := $(shell cd "$$(dirname "$(strip $(MAKEFILE_LIST))")" && pwd -P)
 ifneq ($(ROOT),$(shell pwd -P))
 # Reached as `make -f PATH/Makefile` from another folder: go there first.
-help setup check test lint format bench clean verify-elementary verify-portable verify-arm:
+help setup check test test-asan lint format bench clean verify-elementary verify-portable verify-arm:
 	@$(MAKE) --no-print-directory -C "$(ROOT)" $@
 else
 
@@ -179,5 +179,39 @@ NATIVE_SOURCES := CMakeLists.txt csrc/mhc/CMakeLists.txt $(wildcard csrc/mhc/inc
 $(STAMP): $(TOOLS) $(NATIVE_SOURCES)
 	$(PIP_INSTALL) --no-build-isolation --no-deps --editable .
 	@touch $(STAMP)
+
+# The native backend's tests with every access and every integer operation checked, at each level of instructions that
+# this processor runs. The interpreter has no sanitizer in it, so the runtimes are loaded before it.
+SANITIZE := -std=c++20 -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -ffp-contract=off -fno-math-errno \
+	-fPIC -fvisibility=hidden -Wno-psabi -Icsrc/mhc/include
+SANITIZED := $(foreach level,baseline avx2 avx512,$(patsubst csrc/mhc/kernels/%.cpp,build/asan/%.$(level).o,$(wildcard \
+	csrc/mhc/kernels/*.cpp))) $(patsubst csrc/mhc/core/%.cpp,build/asan/core_%.o,$(wildcard csrc/mhc/core/*.cpp))
+SANITIZED_TESTS := $(addprefix tests/backends/,test_native_cases.py test_native_canaries.py test_native_layouts.py \
+	test_native_elementary.py)
+
+test-asan: $(STAMP) ## run the native backend's tests under ASan and UBSan, on x86-64 with g++ (minutes)
+	@$(MAKE) --no-print-directory --jobs $(JOBS) build/asan/librl_mhc_native.so
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+		$(BIN)/python -m pytest -q -p no:cacheprovider $(SANITIZED_TESTS) --native-library build/asan/librl_mhc_native.so
+
+build/asan/librl_mhc_native.so: $(SANITIZED)
+	g++ -shared -fsanitize=address,undefined $(SANITIZED) -o $@ -lpthread
+
+build/asan/core_%.o: csrc/mhc/core/%.cpp $(NATIVE_SOURCES)
+	@mkdir -p build/asan
+	g++ $(SANITIZE) -DMHC_HAVE_BASELINE -DMHC_HAVE_AVX2 -DMHC_HAVE_AVX512 -c $< -o $@
+
+build/asan/%.baseline.o: csrc/mhc/kernels/%.cpp $(NATIVE_SOURCES)
+	@mkdir -p build/asan
+	g++ $(SANITIZE) -DMHC_LEVEL=baseline -c $< -o $@
+
+build/asan/%.avx2.o: csrc/mhc/kernels/%.cpp $(NATIVE_SOURCES)
+	@mkdir -p build/asan
+	g++ $(SANITIZE) -DMHC_LEVEL=avx2 -mavx2 -c $< -o $@
+
+build/asan/%.avx512.o: csrc/mhc/kernels/%.cpp $(NATIVE_SOURCES)
+	@mkdir -p build/asan
+	g++ $(SANITIZE) -DMHC_LEVEL=avx512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512 -c $< -o $@
 
 endif

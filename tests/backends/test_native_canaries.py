@@ -1,4 +1,4 @@
-"""Canaries around every output, every output poisoned before the call: nothing beside it written, nothing in it left."""
+"""Canaries around every output, every output poisoned before the call: nothing beside it written, no poison left."""
 
 from __future__ import annotations
 

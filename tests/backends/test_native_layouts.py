@@ -1,4 +1,4 @@
-"""Inputs in any memory: the bytes of their contiguous copy, arguments left as they are, outputs with storage of their own."""
+"""Inputs in any memory: the bytes of their contiguous copy, arguments unchanged, outputs with storage of their own."""
 
 from __future__ import annotations
 

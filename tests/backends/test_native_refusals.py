@@ -106,17 +106,17 @@ def test_a_block_with_a_wrong_field_is_refused() -> None:
     batch, grads = drawn("refused", 3, 12)
     ops = provider(PROFILES[0])
     _, saved = ops.mhc_block_forward(batch)
-    with pytest.raises(TypeError, match="^r_old: got dtype"):
+    with pytest.raises(TypeError, match=r"^r_old: got dtype"):
         ops.mhc_block_forward(dataclasses.replace(batch, r_old=batch.r_old.float()))
-    with pytest.raises(ValueError, match="^y_sublayer: got shape"):
+    with pytest.raises(ValueError, match=r"^y_sublayer: got shape"):
         ops.mhc_pre_rmsnorm_fused_fwd(dataclasses.replace(batch, y_sublayer=batch.y_sublayer[:2]))
-    with pytest.raises(TypeError, match="^d_residual: got dtype"):
+    with pytest.raises(TypeError, match=r"^d_residual: got dtype"):
         ops.mhc_block_backward(batch, saved, dataclasses.replace(grads, d_residual=grads.d_residual.float()))
-    with pytest.raises(ValueError, match="^d_r_new: got shape"):
+    with pytest.raises(ValueError, match=r"^d_r_new: got shape"):
         ops.mhc_block_backward(batch, saved, GradBoundary(grads.d_r_new[:2], grads.d_normalized, grads.d_residual))
     with pytest.raises(NotImplementedError, match="numeric_profile"):
         ops.mhc_block_forward(drawn("refused", 3, 12, PROFILES[1])[0])
-    with pytest.raises(ValueError, match="trace.numeric_profile"):
+    with pytest.raises(ValueError, match=r"trace.numeric_profile"):
         ops.mhc_block_forward(batch, MHCTrace(PROFILES[1]))
 
 

@@ -222,7 +222,7 @@ MHC_INLINE void transpose_rows(Row row, U32 (&columns)[16]) {
   for (int q = 0; q < 4; ++q) {
     const char* at[4];
 #pragma GCC unroll 4
-    for (int l = 0; l < 4; ++l) at[l] = static_cast<const char*>(row(4 * l + q));
+    for (int l = 0; l < 4; ++l) at[l] = reinterpret_cast<const char*>(row(4 * l + q));
 #pragma GCC unroll 4
     for (int c = 0; c < 4; ++c) {
       const auto quarter = [&](int l) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(at[l] + 16 * c)); };
