@@ -58,7 +58,8 @@ def test_another_rank_or_size_is_a_value_error(operator: str, name: str) -> None
     with pytest.raises(ValueError, match=f"^{operator}: {name}: got shape"):
         getattr(provider(PROFILES[0]), operator)(**given | {name: given[name][None]})
     grown = torch.cat((given[name], given[name]))
-    if operator != "fixed_k_gemm_fwd" and len(TENSOR_ARGUMENTS[operator]) > 1:
+    alone = [("fp32_gemm_rms_fwd", "x_flat"), ("rmsnorm_residual_fwd", "x")]  # no other argument has T rows
+    if operator != "fixed_k_gemm_fwd" and len(TENSOR_ARGUMENTS[operator]) > 1 and (operator, name) not in alone:
         with pytest.raises(ValueError, match=f"^{operator}: \\w+: got shape"):
             getattr(provider(PROFILES[0]), operator)(**given | {name: grown})
 

@@ -212,44 +212,12 @@ MHC_INLINE void transpose(V (&rows)[W]) {
   }
 }
 
-#if defined(__AVX512F__)
-// The same from memory: row(t) points to 64 bytes. Quarters of four rows are put side by side by masked loads, which leaves
-// only shuffles within quarters.
-template <typename Row>
-MHC_INLINE void transpose_rows(Row row, U32 (&columns)[16]) {
-  __m512i z[4][4];
-#pragma GCC unroll 4
-  for (int q = 0; q < 4; ++q) {
-    const char* at[4];
-#pragma GCC unroll 4
-    for (int l = 0; l < 4; ++l) at[l] = reinterpret_cast<const char*>(row(4 * l + q));
-#pragma GCC unroll 4
-    for (int c = 0; c < 4; ++c) {
-      const auto quarter = [&](int l) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(at[l] + 16 * c)); };
-      __m512i lanes = _mm512_broadcast_i32x4(quarter(0));
-      lanes = _mm512_mask_broadcast_i32x4(lanes, 0x00f0, quarter(1));
-      lanes = _mm512_mask_broadcast_i32x4(lanes, 0x0f00, quarter(2));
-      z[c][q] = _mm512_mask_broadcast_i32x4(lanes, 0xf000, quarter(3));
-    }
-  }
-#pragma GCC unroll 4
-  for (int c = 0; c < 4; ++c) {
-    const __m512i low01 = _mm512_unpacklo_epi32(z[c][0], z[c][1]), high01 = _mm512_unpackhi_epi32(z[c][0], z[c][1]);
-    const __m512i low23 = _mm512_unpacklo_epi32(z[c][2], z[c][3]), high23 = _mm512_unpackhi_epi32(z[c][2], z[c][3]);
-    columns[4 * c] = bits_as<U32>(_mm512_unpacklo_epi64(low01, low23));
-    columns[4 * c + 1] = bits_as<U32>(_mm512_unpackhi_epi64(low01, low23));
-    columns[4 * c + 2] = bits_as<U32>(_mm512_unpacklo_epi64(high01, high23));
-    columns[4 * c + 3] = bits_as<U32>(_mm512_unpackhi_epi64(high01, high23));
-  }
-}
-#else
 template <typename Row>
 MHC_INLINE void transpose_rows(Row row, U32 (&columns)[kLanes]) {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int t = 0; t < kLanes; ++t) __builtin_memcpy(&columns[t], row(t), sizeof(U32));
   transpose<kLanes>(columns);
 }
-#endif
 
 template <typename T>
 struct RowsOf {

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from rl_engine.mhc.backends.native.call import NO_ROWS, dense, new_bf16, new_fp32, one_row, row_contiguous, rows
-from rl_engine.mhc.backends.native.operators import NativeOperators
+from rl_engine.mhc.backends.native.operators import NativeOperators, kept
 from rl_engine.mhc.block import CONTROLLER_GRADS, Grads
 from rl_engine.mhc.contract import HC_MULT, MHC_EPS, PROD_CONTROLLER_N, ControllerParams, GradBoundary, ResidualBatch
 from rl_engine.mhc.operators.interface import Saved, check_arguments
@@ -100,24 +100,27 @@ def pre_backward(
     saved: Saved,
 ) -> Grads:
     """The gradients of ``mhc_pre`` in one call."""
-    check_arguments("mhc_pre_bwd", dhidden=dhidden, dpost=dpost, dc=dc)
+    sizes = check_arguments("mhc_pre_bwd", dhidden=dhidden, dpost=dpost, dc=dc)
+    wanted = (batch.tokens, batch.contract.hidden)
+    if (sizes["T"], sizes["D"]) != wanted:
+        raise ValueError(f"mhc_pre_bwd: dhidden: got shape {tuple(dhidden.shape)}, want {wanted} = [T, D] of the batch")
     arriving = row_contiguous(dhidden)
-    kept = _Kept("mhc_pre_bwd", batch, saved)
+    held = _Kept("mhc_pre_bwd", batch, saved)
     result = _pre_results(batch)
     small = (dense(dc), dense(dpost))
     inputs = (NO_ROWS, NO_ROWS, NO_ROWS, rows(arriving))
     outputs = (result["d_r_old"], None, None, None, *small)
-    ops.run("mhc_block_backward", _pack(batch, kept, inputs, NO_ROWS, 0, outputs, result))
+    ops.run("mhc_block_backward", _pack(batch, held, inputs, NO_ROWS, 0, outputs, result))
     return result
 
 
 def backward(ops: NativeOperators, batch: ResidualBatch, saved: Saved, grads: GradBoundary) -> Grads:
     """The gradients of the whole block in one call."""
-    need("mhc_block_backward", saved, "hidden", "norm")
-    need("mhc_block_backward", saved["norm"], "r", tokens=batch.tokens)
-    kept = _Kept("mhc_block_backward", batch, saved)
-    tokens, d = batch.tokens, batch.contract.hidden
-    hidden, inv_rms = row_contiguous(saved["hidden"]), dense(saved["norm"]["r"])
+    operator, tokens, d = "mhc_block_backward", batch.tokens, batch.contract.hidden
+    need(operator, saved, "norm")
+    held = _Kept(operator, batch, saved)
+    hidden = kept(operator, saved, "hidden", tokens, d, dtype=torch.bfloat16)
+    inv_rms = dense(kept(operator, saved["norm"], "r", tokens))
     arriving = [row_contiguous(t) for t in (grads.d_r_new, grads.d_normalized, grads.d_residual)]
     result = _pre_results(batch)
     new = {"dy_sublayer": (tokens, d), "d_hidden": (tokens, d), "d_gamma": (d,)}
@@ -125,7 +128,7 @@ def backward(ops: NativeOperators, batch: ResidualBatch, saved: Saved, grads: Gr
     result |= {name: new_fp32(*shape) for name, shape in new.items()}
     outputs = tuple(result[name] for name in ("d_r_old", *new))
     inputs = (*(rows(t) for t in arriving), NO_ROWS)
-    ops.run("mhc_block_backward", _pack(batch, kept, inputs, rows(hidden), inv_rms.data_ptr(), outputs, result))
+    ops.run("mhc_block_backward", _pack(batch, held, inputs, rows(hidden), inv_rms.data_ptr(), outputs, result))
     return result
 
 
@@ -134,13 +137,14 @@ class _Kept:
 
     def __init__(self, operator: str, batch: ResidualBatch, saved: Saved) -> None:
         tokens = batch.tokens
-        need(operator, saved, "gemm", "sinkhorn", "p", "r", "pre", "post", "c", tokens=tokens)
-        need(operator, saved["gemm"], "q", tokens=tokens)
-        need(operator, saved["sinkhorn"], "sig_pre", "sig_post", "softmax", tokens=tokens)
-        small = {"p": saved["p"], "q": saved["gemm"]["q"], "r": saved["r"], "softmax": saved["sinkhorn"]["softmax"]}
-        small |= {name: saved[name] for name in ("pre", "post", "c")}
-        self.small = [dense(t) for t in small.values()]
-        self.sig = [row_contiguous(saved["sinkhorn"][name]) for name in ("sig_pre", "sig_post")]
+        need(operator, saved, "gemm", "sinkhorn")
+        split = saved["sinkhorn"]
+        small = [kept(operator, saved, "p", tokens, PROD_CONTROLLER_N), kept(operator, saved["gemm"], "q", tokens)]
+        small += [kept(operator, saved, "r", tokens), kept(operator, split, "softmax", tokens, HC_MULT, HC_MULT)]
+        small += [kept(operator, saved, name, tokens, HC_MULT) for name in ("pre", "post")]
+        small += [kept(operator, saved, "c", tokens, HC_MULT, HC_MULT)]
+        self.small = [dense(t) for t in small]
+        self.sig = [kept(operator, split, name, tokens, HC_MULT) for name in ("sig_pre", "sig_post")]
         self.streams = [row_contiguous(batch.r_old), row_contiguous(batch.y_sublayer)]
         self.gamma = dense(batch.norm.gamma)
         self.parameters = _parameters(batch.controller)
@@ -148,22 +152,22 @@ class _Kept:
 
 def _pack(
     batch: ResidualBatch,
-    kept: _Kept,
+    held: _Kept,
     arriving: tuple[tuple[int, int, int], ...],
     hidden: tuple[int, int, int],
     inv_rms: int,
     outputs: tuple[torch.Tensor | None, ...],
     result: Grads,
 ) -> bytes:
-    streams = [number for t in kept.streams for number in rows(t)]
+    streams = [number for t in held.streams for number in rows(t)]
     incoming = [number for triple in (*arriving, hidden) for number in triple]
-    weights = [p.data_ptr() for p in kept.parameters[:-1]]
-    small = [t.data_ptr() for t in kept.small]
-    sig = [number for t in kept.sig for number in rows(t)]
+    weights = [p.data_ptr() for p in held.parameters[:-1]]
+    small = [t.data_ptr() for t in held.small]
+    sig = [number for t in held.sig for number in rows(t)]
     written = [0 if t is None else t.data_ptr() for t in (*outputs, *(result[name] for name in CONTROLLER_GRADS))]
     whole = int(hidden is not NO_ROWS)
     sizes = (batch.tokens, batch.contract.hidden, whole, whole)
-    return _BACKWARD.pack(*sizes, *streams, *one_row(kept.gamma), *incoming, *weights, *small, inv_rms, *sig, *written)
+    return _BACKWARD.pack(*sizes, *streams, *one_row(held.gamma), *incoming, *weights, *small, inv_rms, *sig, *written)
 
 
 def _pre_results(batch: ResidualBatch) -> Grads:

@@ -19,6 +19,7 @@ from rl_engine.mhc.backends.native.call import (
     row_contiguous,
 )
 from rl_engine.mhc.backends.native.library import Rows
+from rl_engine.mhc.checks import check_tensor
 from rl_engine.mhc.contract import HC_MULT, MHC_EPS, ORACLE_PROFILE, PORTABLE_PROFILE, PROD_CONTROLLER_N, LayerContract
 from rl_engine.mhc.elementary import Elementary, for_profile
 from rl_engine.mhc.operators.interface import Saved, check_arguments
@@ -84,10 +85,11 @@ class NativeOperators:
     ) -> torch.Tensor:
         """``dh[T, 24]`` of FP32 ``dpre[T, 4]``, ``dpost[T, 4]``, ``dc[T, 4, 4]``."""
         tokens = check_arguments("hc_split_sinkhorn_bwd", dpre=dpre, dpost=dpost, dc=dc)["T"]
-        need("hc_split_sinkhorn_bwd", saved, "sig_pre", "sig_post", "softmax", tokens=tokens)
+        operator = "hc_split_sinkhorn_bwd"
+        sig_pre, sig_post = (kept(operator, saved, name, tokens, HC_MULT) for name in ("sig_pre", "sig_post"))
+        softmax = dense(kept(operator, saved, "softmax", tokens, HC_MULT, HC_MULT))
         dpre, dpost, dc = dense(dpre), dense(dpost), dense(dc)
-        sig_pre, sig_post = row_contiguous(saved["sig_pre"]), row_contiguous(saved["sig_post"])
-        softmax, dh = dense(saved["softmax"]), new_fp32(tokens, PROD_CONTROLLER_N)
+        dh = new_fp32(tokens, PROD_CONTROLLER_N)
         pointers = (dpre.data_ptr(), dpost.data_ptr(), dc.data_ptr())
         sigs = (as_rows(sig_pre), as_rows(sig_post))
         self.run("mhc_split_bwd", tokens, *pointers, *sigs, softmax.data_ptr(), dh.data_ptr())
@@ -114,8 +116,8 @@ class NativeOperators:
         """``(dX[T, K], dW[24, K])`` of FP32 ``dp[T, 24]``, ``dr[T]``."""
         sizes = check_arguments("fp32_gemm_rms_bwd", dp=dp, dr=dr, x_flat=x_flat, weight=weight)
         tokens, k = sizes["T"], sizes["K"]
-        need("fp32_gemm_rms_bwd", saved, "r", "q", tokens=tokens)
-        dp, dr, q, r = dense(dp), dense(dr), dense(saved["q"]), dense(saved["r"])
+        q, r = (dense(kept("fp32_gemm_rms_bwd", saved, name, tokens)) for name in ("q", "r"))
+        dp, dr = dense(dp), dense(dr)
         x, w = row_contiguous(x_flat), row_contiguous(weight)
         dx, dw = new_fp32(tokens, k), new_fp32(PROD_CONTROLLER_N, k)
         rows = (dp.data_ptr(), dr.data_ptr(), as_rows(x), as_rows(w), q.data_ptr(), r.data_ptr())
@@ -189,9 +191,9 @@ class NativeOperators:
         """``(dX[T, D], dGamma[D])``, FP32, of ``dy[T, D]``, ``d_residual[T, D]`` (BF16 or FP32)."""
         sizes = check_arguments("rmsnorm_residual_bwd", dy=dy, d_residual=d_residual, x=x, gamma=gamma)
         tokens, d = sizes["T"], sizes["D"]
-        need("rmsnorm_residual_bwd", saved, "r", tokens=tokens)
+        r = dense(kept("rmsnorm_residual_bwd", saved, "r", tokens))
         dy, skip, x = row_contiguous(dy), row_contiguous(d_residual), row_contiguous(x)
-        gamma, r = dense(gamma), dense(saved["r"])
+        gamma = dense(gamma)
         dx, dgamma = new_fp32(tokens, d), new_fp32(d)
         inputs = (as_rows(dy), as_rows(skip), as_rows(x), _as_row(gamma), r.data_ptr())
         self.run("mhc_rmsnorm_bwd", tokens, d, *inputs, dx.data_ptr(), dgamma.data_ptr())
@@ -235,6 +237,16 @@ class NativeOperators:
         """``sig = sigmoid(h[:, 0:8])`` and ``exps = exp(exps)`` in place, by the functions of the profile."""
         sig.copy_(self.by_elementary("sigmoid", h[:, :_GATES]))
         exps.copy_(self.by_elementary("exp", exps))
+
+
+def kept(operator: str, saved: Saved, key: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The tensor of a forward's ``saved`` dict under ``key``, row-contiguous; a kernel reads it by its address.
+
+    ``ValueError`` where it is missing or has another shape, ``TypeError`` for another dtype.
+    """
+    need(operator, saved, key)
+    check_tensor(f"{operator}: saved[{key!r}]", saved[key], shape, (dtype,))
+    return row_contiguous(saved[key])
 
 
 def _as_row(t: torch.Tensor) -> Rows:

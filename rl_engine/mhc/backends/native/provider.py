@@ -89,6 +89,7 @@ class NativeProvider(NativeOperators):
         self._gate(batch)
         if ops is not None:
             return composition.mhc_pre_bwd(dhidden, dpost, dc, batch, saved, ops)
+        batch.validate()
         return block.pre_backward(self, dhidden, dpost, dc, batch, saved)
 
     def mhc_pre_rmsnorm_fused_fwd(self, batch: ResidualBatch, ops: OperatorSet | None = None) -> _PreNorm:
@@ -123,6 +124,7 @@ class NativeProvider(NativeOperators):
         self, batch: ResidualBatch, saved: Saved, grads: GradBoundary, trace: MHCTrace | None = None
     ) -> Grads:
         """The gradients ``block.GRAD_KEYS`` of the whole block; with ``trace``, its boundaries are recorded."""
+        batch.validate()
         grads.validate(batch)
         composition.require_profile(trace, batch)
         self._gate(batch)
