@@ -50,9 +50,6 @@ MHC_EXPORT int32_t mhc_isa_available(int32_t isa);
 MHC_EXPORT uint64_t mhc_float_mode_default(void);
 MHC_EXPORT void mhc_float_mode_restore(uint64_t mode);
 
-/* Ask for huge pages behind a large buffer that is about to be written: a fresh one costs a fault a page. A hint only. */
-MHC_EXPORT void mhc_prefer_huge_pages(void* data, int64_t bytes);
-
 /* The functions of portable-fp32-mhc-v1, element by element: y[i] = f(x[i]). */
 MHC_EXPORT int32_t mhc_elementary(const struct mhc_call*, int32_t function, int64_t count, const float* x, float* y);
 

@@ -22,8 +22,8 @@ from rl_engine.mhc.operators.reference import need
 _FORWARD = struct.Struct("=5q2d9q5q6q2q4q2q4q")
 _BACKWARD = struct.Struct("=4q9q12q3q4q8q6q6q5q")
 _LAST_STAGE = 3
-_BLOCK = 128
-"""Tokens that go through the stages together: their streams stay in a cache, and torch computes on this thread."""
+_BLOCK = 512
+"""Tokens that go through the stages together: enough to spread the cost of a stage, few enough for the last cache."""
 
 _SCALARS = ("s", "norm", "q", "r", "mean", "inv_rms")
 _SHAPES = {"p": (24,), "h": (24,), "sig": (8,), "softmax": (4, 4), "pre": (4,), "post": (4,), "c": (4, 4)}

@@ -13,15 +13,14 @@ from typing import Any
 
 import torch
 
-from rl_engine.mhc.backends.native import library
+from rl_engine.mhc.backends.native import library, memory
 from rl_engine.mhc.elementary import Elementary
 
 MHC_FP32, MHC_BF16 = 0, 1
 _EXP, _SIGMOID, _RSQRT, _SQRT = range(4)
 _STATUS = {1: "another version of the interface", 2: "this instruction set is not there", 3: "a bad argument"}
 _NO_MEMORY = 4
-_LARGE = 1 << 22
-"""Bytes from which an output asks for huge pages."""
+
 
 RowsTriple = tuple[int, int, int]
 """Address, elements from one row to the next, dtype: the fields of ``struct mhc_rows``."""
@@ -68,20 +67,12 @@ def native() -> Native:
 
 def new_fp32(*shape: int) -> torch.Tensor:
     """An uninitialised FP32 output on the CPU."""
-    return _new(shape, torch.float32)
+    return memory.new_tensor(shape, torch.float32)
 
 
 def new_bf16(*shape: int) -> torch.Tensor:
     """An uninitialised BF16 output on the CPU."""
-    return _new(shape, torch.bfloat16)
-
-
-def _new(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    output = torch.empty(shape, dtype=dtype, device="cpu")
-    size = output.numel() * output.itemsize
-    if size >= _LARGE:
-        native().functions.mhc_prefer_huge_pages(output.data_ptr(), size)
-    return output
+    return memory.new_tensor(shape, torch.bfloat16)
 
 
 def row_contiguous(t: torch.Tensor) -> torch.Tensor:

@@ -91,7 +91,6 @@ def _declare(library: ctypes.CDLL) -> None:
     library.mhc_isa_available.argtypes, library.mhc_isa_available.restype = [ctypes.c_int32], ctypes.c_int32
     library.mhc_float_mode_default.argtypes, library.mhc_float_mode_default.restype = [], ctypes.c_uint64
     library.mhc_float_mode_restore.argtypes, library.mhc_float_mode_restore.restype = [ctypes.c_uint64], None
-    library.mhc_prefer_huge_pages.argtypes, library.mhc_prefer_huge_pages.restype = [_P, _I], None
     library.mhc_probe_add_chain.argtypes, library.mhc_probe_add_chain.restype = [_I], ctypes.c_float
     library.mhc_probe_multiply_add.argtypes = [ctypes.POINTER(Call), _I]
     library.mhc_probe_multiply_add.restype = _I

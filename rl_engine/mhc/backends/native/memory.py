@@ -1,0 +1,76 @@
+"""Memory for large outputs, used again when its tensor is gone.
+
+A fresh output of some megabytes costs a fault and a cleared page for each page that is written, and for outputs of 96 KB
+a token that is as much time as the arithmetic. So the pages of a large output stay in a pool when the last tensor on
+them dies, and the next output of that size takes them. A tensor that is still held keeps its pages.
+
+At most ``KEPT_BYTES`` wait in the pool; ``release()`` gives them back at once.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import weakref
+
+import torch
+
+LARGE = 1 << 22
+"""Bytes from which an output comes out of the pool; smaller ones are torch's own."""
+
+KEPT_BYTES = 1 << 30
+_HUGE_PAGE = 1 << 21
+
+_free: dict[int, list[mmap.mmap]] = {}
+_lock = threading.RLock()  # a tensor may die, and give its pages back, while this thread is inside
+_waiting = 0
+
+
+def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised contiguous tensor on the CPU; a large one may lie on pages that were written before."""
+    count = 1
+    for size in shape:
+        count *= size
+    wanted = count * dtype.itemsize
+    if wanted < LARGE:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    pages = _take(-(-wanted // _HUGE_PAGE) * _HUGE_PAGE)
+    view = memoryview(pages)
+    finalizer = weakref.finalize(view, _give_back, pages)
+    finalizer.atexit = False
+    return torch.frombuffer(view, dtype=dtype, count=count).view(shape)
+
+
+def waiting_bytes() -> int:
+    """Bytes that wait in the pool for their next use."""
+    return _waiting
+
+
+def release() -> None:
+    """Give the pages that wait in the pool back to the operating system."""
+    global _waiting
+    with _lock:
+        _free.clear()
+        _waiting = 0
+
+
+def _take(size: int) -> mmap.mmap:
+    global _waiting
+    with _lock:
+        pages = _free.get(size)
+        if pages:
+            _waiting -= size
+            return pages.pop()
+    fresh = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        fresh.madvise(mmap.MADV_HUGEPAGE)
+    return fresh
+
+
+def _give_back(pages: mmap.mmap) -> None:
+    global _waiting
+    size = len(pages)
+    with _lock:
+        if _waiting + size <= KEPT_BYTES:
+            _free.setdefault(size, []).append(pages)
+            _waiting += size
