@@ -1,7 +1,7 @@
 """Memory for large outputs, used again when its tensor is gone.
 
-A fresh output of some megabytes costs a fault and a cleared page for each page that is written, and for outputs of 96 KB
-a token that is as much time as the arithmetic. So the pages of a large output stay in a pool when the last tensor on
+A fresh output of some megabytes costs a fault and a cleared page for each page that is written: for outputs of 96 KB a
+token, as much time as the arithmetic. So the pages of a large output stay in a pool when the last tensor on
 them dies, and the next output of that size takes them. A tensor that is still held keeps its pages.
 
 At most ``KEPT_BYTES`` wait in the pool; ``release()`` gives them back at once.
