@@ -227,7 +227,7 @@ def test_aliases_and_paths(module: str) -> None:
 
 @pytest.mark.parametrize("spec", ["", "referenc", "Reference", "a.b", ":", "a:", ":B", "reference ", "a\nb"])
 def test_a_spec_of_another_form_lists_the_forms(spec: str) -> None:
-    with pytest.raises(ValueError, match=r"want one of reference, stub, or module.path:ClassName") as caught:
+    with pytest.raises(ValueError, match=r"want one of native, reference, stub, or module.path:ClassName") as caught:
         resolve_provider(spec)
     assert repr(spec) in str(caught.value) and "\n" not in str(caught.value)
 

@@ -29,7 +29,7 @@ FOREIGN_WORDS = (
     "sub" + "agent",
 )
 VERIFY_TARGETS = ("verify-elementary", "verify-portable", "verify-arm")
-MAKE_TARGETS = ("help", "setup", "check", "test", "lint", "format", "bench", "clean", *VERIFY_TARGETS)
+MAKE_TARGETS = ("help", "setup", "check", "test", "lint", "format", "bench", "clean", "test-asan", *VERIFY_TARGETS)
 
 
 def read(name: str) -> str:
