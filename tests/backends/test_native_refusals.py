@@ -14,6 +14,7 @@ from rl_engine.mhc.operators.interface import LEAF_OPERATORS, TENSOR_ARGUMENTS
 from rl_engine.mhc.profiles import NumericProfile, Tolerance, register_profile
 from rl_engine.mhc.trace import MHCTrace
 from tests.backends.support import PROFILES, drawn, provider
+from tests.profile_registry import restored_registry
 
 SIZES = {"T": 5, "D": 12, "K": 48, "M": 5, "N": 7}
 ARGUMENTS = [(operator, name) for operator in LEAF_OPERATORS for name in TENSOR_ARGUMENTS[operator]]
@@ -132,7 +133,8 @@ def test_a_backward_without_a_saved_tensor_is_refused(key: str) -> None:
 
 def test_another_profile_is_refused() -> None:
     tolerant = NumericProfile("tests-native-tolerant", "torch-library", tolerance={"*": Tolerance(1)}, base=PROFILES[0])
-    register_profile(tolerant)
-    for profile in (tolerant.id, "no-such-profile", ""):
-        with pytest.raises(ValueError, match=f"^native: numeric_profile: got '{profile}', want one of: "):
-            NativeOperators(profile)
+    with restored_registry():
+        register_profile(tolerant)
+        for profile in (tolerant.id, "no-such-profile", ""):
+            with pytest.raises(ValueError, match=f"^native: numeric_profile: got '{profile}', want one of: "):
+                NativeOperators(profile)
