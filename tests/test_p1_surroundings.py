@@ -51,16 +51,6 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 SURROUNDINGS: dict[str, Callable[[], Any]] = {
     "autocast bf16": lambda: torch.autocast("cpu", dtype=BF16),
     "autocast fp16": lambda: torch.autocast("cpu", dtype=torch.float16),
@@ -72,9 +62,9 @@ SURROUNDINGS: dict[str, Callable[[], Any]] = {
     "default bf16": lambda: default_dtype(BF16),
     "default device": lambda: torch.device("meta"),
     "deterministic algorithms": deterministic,
-    "1 thread": lambda: threads(1),
-    "2 threads": lambda: threads(2),
-    "7 threads": lambda: threads(7),
+    "1 thread": lambda: on_threads(1),
+    "2 threads": lambda: on_threads(2),
+    "7 threads": lambda: on_threads(7),
 }
 
 
@@ -89,9 +79,9 @@ def test_the_surroundings_move_no_byte(name: str) -> None:
 def test_threads_move_no_byte_of_a_wide_batch(count: int) -> None:
     """Wide enough for torch to share the work out: over 32768 elements in a step."""
     batch, grads = make_block("wide", 40, 300)
-    with threads(1):
+    with on_threads(1):
         want = run(batch, grads)
-    with threads(count):
+    with on_threads(count):
         assert_same_leaves("outputs", run(batch, grads), want)
 
 
@@ -203,6 +193,7 @@ torch.set_flush_denormal(True)
 torch.ones(1 << 20).mul_(0.5)  # the workers start here and keep the mode
 torch.set_flush_denormal(False)
 from rl_engine.mhc import oracle
+from tests.threads import on_threads
 rows = torch.full((64, 4, 512), 2.0**-126).to(torch.bfloat16)
 y, post = torch.zeros(64, 512, dtype=torch.bfloat16), torch.zeros(64, 4)
 c = torch.zeros(64, 4, 4)

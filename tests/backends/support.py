@@ -58,16 +58,6 @@ def at_level(level: str) -> Iterator[None]:
         native()._isa = before
 
 
-@contextmanager
-def on_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def drawn(
     name: str, tokens: int, hidden: int, numeric_profile: str = ORACLE_PROFILE, **modes: str
 ) -> tuple[ResidualBatch, GradBoundary]:

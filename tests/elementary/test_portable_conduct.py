@@ -29,16 +29,6 @@ WANTED = {
 
 
 @contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextmanager
 def flushing() -> Iterator[None]:
     assert torch.set_flush_denormal(True)
     try:
@@ -118,7 +108,7 @@ def test_sizes_around_the_chunk_and_any_number_of_threads(name: str) -> None:
         assert_bits(count, UNARY[name](grid(count)), np.resize(WANTED[name], count))
     x, want = grid(LARGE), np.resize(WANTED[name], LARGE)
     for count in (1, 2, 7):
-        with threads(count):
+        with on_threads(count):
             assert_bits(f"{count} threads", UNARY[name](x), want)
 
 
@@ -128,7 +118,7 @@ def test_division_in_any_layout_and_number_of_threads(count: int) -> None:
     with np.errstate(all="ignore"):
         quotient = a.numpy() / b.numpy()
     want = np.where(np.isnan(quotient), np.uint32(exact.QUIET_NAN), quotient.view(np.uint32))
-    with threads(count):
+    with on_threads(count):
         assert_bits("large", RECIPE.div(a, b), want)
         for (label, left), right in zip(layouts(a[:120]).items(), layouts(b[:120]).values(), strict=True):
             assert_bits(label, RECIPE.div(left, right), want[:120])
@@ -206,6 +196,7 @@ assert (flushed == 0).any() and (flushed != 0).any(), "the workers do not flush:
 
 from rl_engine.mhc.elementary import PORTABLE_PROFILE, for_profile
 from tests.elementary import exact_functions as exact
+from tests.threads import on_threads
 
 recipe = for_profile(PORTABLE_PROFILE)
 x = exact.tensor([0xC2C80000, 0x80000001, 0x00000001, 0x00400000, 0xC2B17217])

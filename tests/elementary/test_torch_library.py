@@ -6,8 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from rl_engine.mhc import elementary, fixtures
 from rl_engine.mhc.profiles import get_profile, known_profiles
 from tests.operators.support import BF16, Draws, tensors
 from tests.reference.bridge import assert_same_tensor, encodings
+from tests.threads import on_threads
 
 PROFILE = "oracle-fp32-mhc-v1"
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -38,16 +38,6 @@ def samples(name: str, count: int) -> Tensor:
 def one_by_one(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Each value on its own: one element never fills a vector register."""
     return torch.stack([fn(v.clone()) for v in x.reshape(-1)]).reshape(x.shape)
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def layouts(x: Tensor) -> dict[str, Tensor]:
@@ -102,12 +92,12 @@ def test_a_value_has_the_same_bits_at_every_alignment(name: str) -> None:
 @pytest.mark.parametrize("name", UNARY)
 def test_a_huge_tensor_on_any_number_of_threads(name: str) -> None:
     x, fn = samples(name, 1 << 20), UNARY[name]
-    with threads(1):
+    with on_threads(1):
         want = fn(x)
         parts = torch.cat([fn(part) for part in x.split(977)])
     assert torch.equal(parts.view(torch.int32), want.view(torch.int32))
     for count in (2, 7):
-        with threads(count):
+        with on_threads(count):
             assert torch.equal(fn(x).view(torch.int32), want.view(torch.int32)), count
 
 

@@ -183,3 +183,14 @@ def check_arguments(operator: str, **tensors: object) -> dict[str, int]:
         check_tensor(field, value, wanted, argument.dtypes, device, legend)
         device = value.device
     return sizes
+
+
+def check_contract(operator: str, contract: LayerContract | None, numeric_profile: str) -> None:
+    """Raise ``ValueError`` unless a given contract is valid and names the profile of the operator set."""
+    if contract is None:
+        return
+    contract.validate()
+    if contract.numeric_profile != numeric_profile:
+        raise ValueError(
+            f"{operator}: contract.numeric_profile: got {contract.numeric_profile!r}, want {numeric_profile!r}"
+        )

@@ -13,7 +13,7 @@ from rl_engine.mhc.contract import (
     SINKHORN_ITERS,
     LayerContract,
 )
-from rl_engine.mhc.operators.interface import Saved, check_arguments
+from rl_engine.mhc.operators.interface import Saved, check_arguments, check_contract
 from rl_engine.mhc.operators.reference import Reference, fp32_scalar, need, reference_operator
 from rl_engine.mhc.reduction import stream4_max, stream4_sum_dim
 
@@ -38,13 +38,7 @@ class SplitSinkhorn(Reference):
         each ``M / (tree-sum + eps)``. ``contract=None`` means the frozen constants; a given one is validated, and must
         name the profile of this operator set (``ValueError``).
         """
-        if contract is not None:
-            contract.validate()
-            if contract.numeric_profile != self.numeric_profile:
-                raise ValueError(
-                    f"hc_split_sinkhorn_fwd: contract.numeric_profile: got {contract.numeric_profile!r}, "
-                    f"want {self.numeric_profile!r}"
-                )
+        check_contract("hc_split_sinkhorn_fwd", contract, self.numeric_profile)
         tokens = check_arguments("hc_split_sinkhorn_fwd", h=h)["T"]
         eps = fp32_scalar(MHC_EPS, h)
         sig_pre = self.elementary.sigmoid(h[:, PRE_SLICE])

@@ -45,7 +45,8 @@ class Forward(NamedTuple):
 
 def forward(ops: NativeOperators, batch: ResidualBatch, norm: bool, mix: bool) -> Forward:
     """The forward of a validated batch: pre, then the norm and the mixing of the streams where asked for."""
-    tokens, d = batch.tokens, batch.contract.hidden
+    contract = batch.contract
+    tokens, d = batch.tokens, contract.hidden
     small = {name: new_fp32(tokens, *shape) for name, shape in _SHAPES.items()}
     small |= zip(_SCALARS, new_fp32(len(_SCALARS), tokens).unbind(), strict=True)
     hidden, normalized, residual = (new_bf16(tokens, d) if wanted else None for wanted in (True, norm, norm))
@@ -60,7 +61,7 @@ def forward(ops: NativeOperators, batch: ResidualBatch, norm: bool, mix: bool) -
         pointers = [small[name].data_ptr() + 4 * begin * _WIDTHS[name] for name in _ORDER]
         widths = (d, d, d, HC_MULT * d)
         big = [0 if t is None else t.data_ptr() + 2 * begin * n for t, n in zip(outputs, widths, strict=True)]
-        numbers = (end - begin, d, first, last, int(ops.portable), MHC_EPS, batch.contract.rmsnorm_eps)
+        numbers = (end - begin, d, first, last, int(ops.portable), contract.mhc_eps, contract.rmsnorm_eps)
         fields = (*numbers, *streams, *sublayer, *one_row(gamma), *(p.data_ptr() for p in parameters))
         ops.run("mhc_block_forward", _FORWARD.pack(*fields, *pointers, *big))
 
@@ -110,7 +111,7 @@ def pre_backward(
     small = (dense(dc), dense(dpost))
     inputs = (NO_ROWS, NO_ROWS, NO_ROWS, rows(arriving))
     outputs = (result["d_r_old"], None, None, None, *small)
-    ops.run("mhc_block_backward", _pack(batch, held, inputs, NO_ROWS, 0, outputs, result))
+    ops.run("mhc_block_backward", _pack(batch, held, inputs, None, outputs, result))
     return result
 
 
@@ -128,7 +129,7 @@ def backward(ops: NativeOperators, batch: ResidualBatch, saved: Saved, grads: Gr
     result |= {name: new_fp32(*shape) for name, shape in new.items()}
     outputs = tuple(result[name] for name in ("d_r_old", *new))
     inputs = (*(rows(t) for t in arriving), NO_ROWS)
-    ops.run("mhc_block_backward", _pack(batch, held, inputs, rows(hidden), inv_rms.data_ptr(), outputs, result))
+    ops.run("mhc_block_backward", _pack(batch, held, inputs, (hidden, inv_rms), outputs, result))
     return result
 
 
@@ -154,18 +155,19 @@ def _pack(
     batch: ResidualBatch,
     held: _Kept,
     arriving: tuple[tuple[int, int, int], ...],
-    hidden: tuple[int, int, int],
-    inv_rms: int,
+    norm: tuple[torch.Tensor, torch.Tensor] | None,
     outputs: tuple[torch.Tensor | None, ...],
     result: Grads,
 ) -> bytes:
+    """``struct mhc_block_backward_args``; ``norm`` is the saved (hidden, 1/rms) of the whole block, ``None`` for pre."""
     streams = [number for t in held.streams for number in rows(t)]
+    hidden, inv_rms = (NO_ROWS, 0) if norm is None else (rows(norm[0]), norm[1].data_ptr())
     incoming = [number for triple in (*arriving, hidden) for number in triple]
     weights = [p.data_ptr() for p in held.parameters[:-1]]
     small = [t.data_ptr() for t in held.small]
     sig = [number for t in held.sig for number in rows(t)]
     written = [0 if t is None else t.data_ptr() for t in (*outputs, *(result[name] for name in CONTROLLER_GRADS))]
-    whole = int(hidden is not NO_ROWS)
+    whole = int(norm is not None)
     sizes = (batch.tokens, batch.contract.hidden, whole, whole)
     return _BACKWARD.pack(*sizes, *streams, *one_row(held.gamma), *incoming, *weights, *small, inv_rms, *sig, *written)
 

@@ -10,6 +10,7 @@ At most ``KEPT_BYTES`` wait in the pool; ``release()`` gives them back at once.
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 import weakref
 
@@ -65,6 +66,15 @@ def _take(size: int) -> mmap.mmap:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         fresh.madvise(mmap.MADV_HUGEPAGE)
     return fresh
+
+
+def _renew_lock() -> None:
+    """In a forked child: the thread that held the lock, if any, is not there to release it."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 def _give_back(pages: mmap.mmap) -> None:

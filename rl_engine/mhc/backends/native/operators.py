@@ -22,7 +22,7 @@ from rl_engine.mhc.backends.native.library import Rows
 from rl_engine.mhc.checks import check_tensor
 from rl_engine.mhc.contract import HC_MULT, MHC_EPS, ORACLE_PROFILE, PORTABLE_PROFILE, PROD_CONTROLLER_N, LayerContract
 from rl_engine.mhc.elementary import Elementary, for_profile
-from rl_engine.mhc.operators.interface import Saved, check_arguments
+from rl_engine.mhc.operators.interface import Saved, check_arguments, check_contract
 from rl_engine.mhc.operators.reference import need
 
 _GATES = 2 * HC_MULT
@@ -61,13 +61,7 @@ class NativeOperators:
 
         saved: ``sig_pre, sig_post, softmax, eps``; the backward recomputes the 39 steps from ``softmax``.
         """
-        if contract is not None:
-            contract.validate()
-            if contract.numeric_profile != self.numeric_profile:
-                raise ValueError(
-                    f"hc_split_sinkhorn_fwd: contract.numeric_profile: got {contract.numeric_profile!r}, "
-                    f"want {self.numeric_profile!r}"
-                )
+        check_contract("hc_split_sinkhorn_fwd", contract, self.numeric_profile)
         tokens = check_arguments("hc_split_sinkhorn_fwd", h=h)["T"]
         h = dense(h.detach())
         sig, exps = new_fp32(tokens, _GATES), new_fp32(tokens, HC_MULT * HC_MULT)
