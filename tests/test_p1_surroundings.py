@@ -21,6 +21,7 @@ from rl_engine.mhc.reduction import fixed_dot, fixed_sum, fixed_sumsq, stream4_s
 from tests.operators.block_inputs import block_leaves, grad_leaves, make_block, take, with_leaves
 from tests.operators.support import BF16, FP32, assert_same_leaves, leaves
 from tests.reference.bridge import assert_same_tensor, encodings, from_bits
+from tests.threads import on_threads
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 ROW_KEYS = ("d_r_old", "dy_sublayer", "d_hidden", "d_c", "d_post")
@@ -193,7 +194,6 @@ torch.set_flush_denormal(True)
 torch.ones(1 << 20).mul_(0.5)  # the workers start here and keep the mode
 torch.set_flush_denormal(False)
 from rl_engine.mhc import oracle
-from tests.threads import on_threads
 rows = torch.full((64, 4, 512), 2.0**-126).to(torch.bfloat16)
 y, post = torch.zeros(64, 512, dtype=torch.bfloat16), torch.zeros(64, 4)
 c = torch.zeros(64, 4, 4)

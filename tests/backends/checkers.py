@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from rl_engine.mhc.backends.native import block, operators
-from tests.backends.support import Named, differences, on_threads
+from tests.backends.support import Named, differences
+from tests.threads import on_threads
 
 Run = Callable[[], Named]
 

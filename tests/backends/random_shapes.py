@@ -27,10 +27,10 @@ from tests.backends.support import (
     drawn,
     levels,
     native_block_runs,
-    on_threads,
     provider,
     reference_ops,
 )
+from tests.threads import on_threads
 
 MOST_TOKENS, MOST_NARROW = 130, 200
 WIDE = (4096, 4100, 5120, 7168, 8192)

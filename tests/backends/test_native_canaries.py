@@ -16,12 +16,12 @@ from tests.backends.support import (
     composites,
     drawn,
     levels,
-    on_threads,
     provider,
     reference_composites,
     reference_ops,
     whole,
 )
+from tests.threads import on_threads
 
 TOKENS = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129)
 HIDDEN = (4, 36, 100, 130)

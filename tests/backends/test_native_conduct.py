@@ -22,10 +22,10 @@ from tests.backends.support import (
     composed,
     drawn,
     native_block_runs,
-    on_threads,
     provider,
     whole,
 )
+from tests.threads import on_threads
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -111,7 +111,8 @@ def test_a_forked_child_and_its_parent_get_the_same_bytes(profile: str) -> None:
 FLUSHED = """
 import sys, torch
 from tests.backends.support import PROFILES, composed, composites, differences, drawn, native_block_runs
-from tests.backends.support import on_threads, provider, reference_composites, reference_ops
+from tests.backends.support import provider, reference_composites, reference_ops
+from tests.threads import on_threads
 from tests.backends.test_native_conduct import subnormal
 from rl_engine.mhc.acceptance import operator_cases as cases
 

@@ -13,8 +13,9 @@ from rl_engine.mhc.backends.native.call import PORTABLE, native
 from rl_engine.mhc.bits import tensor_bytes
 from rl_engine.mhc.contract import PORTABLE_PROFILE
 from rl_engine.mhc.elementary import for_profile
-from tests.backends.support import at_level, levels, on_threads
+from tests.backends.support import at_level, levels
 from tests.elementary.exact_functions import EXP_EDGES, HARDEST, POWERS_OF_FOUR, SPECIALS
+from tests.threads import on_threads
 
 FUNCTIONS = ("exp", "sigmoid", "rsqrt", "sqrt")
 SAMPLE = 1 << 18

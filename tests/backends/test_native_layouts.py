@@ -22,13 +22,13 @@ from tests.backends.support import (
     drawn,
     levels,
     native_block_runs,
-    on_threads,
     provider,
     reference_composites,
     reference_ops,
     tensors_of,
     whole,
 )
+from tests.threads import on_threads
 
 
 def negative_view(t: torch.Tensor) -> torch.Tensor:

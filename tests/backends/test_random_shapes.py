@@ -16,10 +16,10 @@ from tests.backends.support import (
     drawn,
     levels,
     native_block_runs,
-    on_threads,
     provider,
     reference_ops,
 )
+from tests.threads import on_threads
 
 SHAPES, AT_ONCE = 60, 10
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from rl_engine.mhc.elementary import PORTABLE_PROFILE, for_profile
 from tests.elementary import exact_functions as exact
 from tests.elementary.exact_functions import bits_of, differences, tensor
+from tests.threads import on_threads
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = for_profile(PORTABLE_PROFILE)
@@ -196,7 +197,6 @@ assert (flushed == 0).any() and (flushed != 0).any(), "the workers do not flush:
 
 from rl_engine.mhc.elementary import PORTABLE_PROFILE, for_profile
 from tests.elementary import exact_functions as exact
-from tests.threads import on_threads
 
 recipe = for_profile(PORTABLE_PROFILE)
 x = exact.tensor([0xC2C80000, 0x80000001, 0x00000001, 0x00400000, 0xC2B17217])

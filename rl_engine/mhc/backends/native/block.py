@@ -159,7 +159,7 @@ def _pack(
     outputs: tuple[torch.Tensor | None, ...],
     result: Grads,
 ) -> bytes:
-    """``struct mhc_block_backward_args``; ``norm`` is the saved (hidden, 1/rms) of the whole block, ``None`` for pre."""
+    """``struct mhc_block_backward_args``; ``norm``: the saved (hidden, 1/rms) of the whole block, ``None`` for pre."""
     streams = [number for t in held.streams for number in rows(t)]
     hidden, inv_rms = (NO_ROWS, 0) if norm is None else (rows(norm[0]), norm[1].data_ptr())
     incoming = [number for triple in (*arriving, hidden) for number in triple]
