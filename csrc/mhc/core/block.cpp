@@ -55,13 +55,14 @@ struct Forward {
     if (a.normalized != nullptr) {
       kernels.rmsnorm_mean(some, a.hidden, hidden(), static_cast<float>(a.rmsnorm_eps), a.mean);
     }
-    if (a.r_new != nullptr) kernels.post_fwd(some, a.hidden, a.r_old, a.y, a.c, a.post, a.r_new);
+    if (a.r_new != nullptr) kernels.post_fwd(some, a.hidden, a.r_old, a.y, a.c, a.post, a.r_new, past_caches(a.tokens, a.hidden));
   }
 
   void normalize(Range some) const {
     if (a.normalized == nullptr) return;
     elementary(MHC_RSQRT, some.end - some.begin, a.mean + some.begin, a.inv_rms + some.begin);
-    kernels.rmsnorm_fwd(some, a.hidden, hidden(), a.gamma, a.inv_rms, a.normalized, a.residual);
+    kernels.rmsnorm_fwd(some, a.hidden, hidden(), a.gamma, a.inv_rms, a.normalized, a.residual,
+                        past_caches(a.tokens, a.hidden));
   }
 
   void run(Range some) const {

@@ -55,6 +55,12 @@ void parallel_ranges(std::int64_t total, std::int64_t grain, std::int32_t thread
   });
 }
 
+// Outputs of so many tokens are more than the caches near a thread hold.
+inline bool past_caches(std::int64_t tokens, std::int64_t hidden) {
+  constexpr std::int64_t kBytes = std::int64_t{1} << 22;
+  return tokens * kStreams * hidden * 2 >= kBytes;
+}
+
 // A grain of tokens that gives each thread something, in whole tiles where there are enough of them.
 inline std::int64_t token_grain(const Kernels& kernels, std::int64_t tokens, std::int32_t threads) {
   const std::int64_t share = ceil_div(tokens, threads);

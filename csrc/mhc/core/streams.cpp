@@ -60,7 +60,7 @@ int32_t mhc_split_bwd(const mhc_call* call, int64_t tokens, const float* dpre, c
 int32_t mhc_post_fwd(const mhc_call* call, int64_t tokens, int64_t hidden, mhc_rows r_old, mhc_rows y, const float* c,
                      const float* post, uint16_t* r_new) {
   return over_tokens(call, tokens, [&](const Kernels& kernels, Range some) {
-    kernels.post_fwd(some, hidden, r_old, y, c, post, r_new);
+    kernels.post_fwd(some, hidden, r_old, y, c, post, r_new, mhc::past_caches(tokens, hidden));
   });
 }
 
@@ -94,7 +94,7 @@ int32_t mhc_rmsnorm_mean(const mhc_call* call, int64_t tokens, int64_t hidden, m
 int32_t mhc_rmsnorm_fwd(const mhc_call* call, int64_t tokens, int64_t hidden, mhc_rows x, mhc_rows gamma,
                         const float* r, uint16_t* y, uint16_t* residual) {
   return over_tokens(call, tokens, [&](const Kernels& kernels, Range some) {
-    kernels.rmsnorm_fwd(some, hidden, x, gamma, r, y, residual);
+    kernels.rmsnorm_fwd(some, hidden, x, gamma, r, y, residual, mhc::past_caches(tokens, hidden));
   });
 }
 

@@ -28,7 +28,7 @@ inline void pause_briefly() {
 #endif
 }
 
-constexpr int kSpins = 4000;  // some ten microseconds: about the time between two calls of one block
+constexpr int kSpins = 20000;  // some hundred microseconds: as long as torch may work between two calls of one block
 
 struct Job {
   const Unit* unit;

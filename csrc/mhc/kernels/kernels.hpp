@@ -67,8 +67,9 @@ struct Kernels {
   void (*split_bwd)(Range tokens, const float* dpre, const float* dpost, const float* dc, Rows sig_pre, Rows sig_post,
                     const float* softmax, float* dh);
 
+  // past_caches: of outputs so large that they would only push each other out.
   void (*post_fwd)(Range tokens, std::int64_t hidden, Rows r_old, Rows y, const float* c, const float* post,
-                   std::uint16_t* r_new);
+                   std::uint16_t* r_new, bool past_caches);
   void (*post_bwd)(Range tokens, std::int64_t hidden, Rows dr_new, Rows r_old, Rows y, const float* c,
                    const float* post, float* dr_old, float* dy, float* dc, float* dpost);
   void (*aggregate_fwd)(Range tokens, std::int64_t hidden, const float* pre, Rows r_old, std::uint16_t* out);
@@ -77,7 +78,7 @@ struct Kernels {
 
   void (*rmsnorm_mean)(Range tokens, std::int64_t hidden, Rows x, float eps, float* mean);
   void (*rmsnorm_fwd)(Range tokens, std::int64_t hidden, Rows x, Rows gamma, const float* r, std::uint16_t* y,
-                      std::uint16_t* residual);
+                      std::uint16_t* residual, bool past_caches);
   void (*rmsnorm_dx)(Range tokens, std::int64_t hidden, Rows dy, Rows d_residual, Rows x, Rows gamma, const float* r,
                      float* dx);
   void (*rmsnorm_dgamma)(std::int64_t tokens, Range columns, Rows dy, Rows x, const float* r, float* dgamma);

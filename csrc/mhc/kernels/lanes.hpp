@@ -134,6 +134,20 @@ MHC_INLINE void store(Bf16* to, F32 value) {
   __builtin_memcpy(to, &bits, sizeof(bits));
 }
 
+MHC_INLINE void store_past_caches(Bf16* to, F32 low, F32 high) {
+  const U16 halves[2] = {to_bf16(low), to_bf16(high)};
+  F32 line;
+  __builtin_memcpy(&line, halves, sizeof(line));
+  store_past_caches(reinterpret_cast<float*>(to), line);
+}
+
+// The bits of 2 * kLanes numbers.
+MHC_INLINE void copy_past_caches(Bf16* to, const Bf16* from) {
+  F32 line;
+  __builtin_memcpy(&line, from, sizeof(line));
+  store_past_caches(reinterpret_cast<float*>(to), line);
+}
+
 // How many lanes of a row segment are there: all, or the first `count` of the last one.
 struct Whole {
   static constexpr int lanes() { return kLanes; }

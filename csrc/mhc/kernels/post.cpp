@@ -31,29 +31,53 @@ MHC_INLINE void fold_tile(RowsOf<G> g, RowsOf<R> r, RowsOf<Y> y, std::int64_t to
   lanes_to_tokens<kStreams>(last, tokens, dpost + token * kStreams, kStreams);
 }
 
+// A token's new streams from its old ones and the sublayer's output.
+struct Mix {
+  const Bf16 *r, *y;
+  std::int64_t hidden;
+  F32 c[kComb], gate[kStreams];
+
+  template <typename Some>
+  MHC_INLINE void at(std::int64_t d, Some some, F32 (&out)[kStreams]) const {
+    F32 old[kStreams];
+#pragma GCC unroll 4
+    for (int i = 0; i < kStreams; ++i) old[i] = load(r + i * hidden + d, some);
+    const F32 sublayer = load(y + d, some);
+#pragma GCC unroll 4
+    for (int j = 0; j < kStreams; ++j) {
+      out[j] = stream4(c[j] * old[0], c[4 + j] * old[1], c[8 + j] * old[2], c[12 + j] * old[3]) + gate[j] * sublayer;
+    }
+  }
+};
+
 }  // namespace
 
 void post_fwd(Range tokens, std::int64_t hidden, Rows r_old, Rows y, const float* c, const float* post,
-              std::uint16_t* r_new) {
+              std::uint16_t* r_new, bool past_caches) {
   const auto streams = typed<Bf16>(r_old), sublayer = typed<Bf16>(y);
   for (std::int64_t t = tokens.begin; t < tokens.end; ++t) {
-    const Bf16 *r = streams.row(t), *from = sublayer.row(t);
+    Mix mix{streams.row(t), sublayer.row(t), hidden, {}, {}};
+    for (int i = 0; i < kComb; ++i) mix.c[i] = splat(c[t * kComb + i]);
+    for (int j = 0; j < kStreams; ++j) mix.gate[j] = splat(post[t * kStreams + j]);
     Bf16* to = bf16(r_new) + t * kStreams * hidden;
-    F32 mix[kComb], gate[kStreams];
-    for (int i = 0; i < kComb; ++i) mix[i] = splat(c[t * kComb + i]);
-    for (int j = 0; j < kStreams; ++j) gate[j] = splat(post[t * kStreams + j]);
-    for_lanes(0, hidden, [&](std::int64_t d, auto some) {
-      F32 old[kStreams];
+    std::int64_t done = 0;
+    if (past_caches && is_aligned(to) && hidden % (2 * kLanes) == 0) {
+      for (; done < hidden; done += 2 * kLanes) {
+        F32 low[kStreams], high[kStreams];
+        mix.at(done, Whole{}, low);
+        mix.at(done + kLanes, Whole{}, high);
 #pragma GCC unroll 4
-      for (int i = 0; i < kStreams; ++i) old[i] = load(r + i * hidden + d, some);
-      const F32 out = load(from + d, some);
-#pragma GCC unroll 4
-      for (int j = 0; j < kStreams; ++j) {
-        const F32 mixed = stream4(mix[j] * old[0], mix[4 + j] * old[1], mix[8 + j] * old[2], mix[12 + j] * old[3]);
-        store(to + j * hidden + d, mixed + gate[j] * out, some);
+        for (int j = 0; j < kStreams; ++j) store_past_caches(to + j * hidden + done, low[j], high[j]);
       }
+    }
+    for_lanes(done, hidden, [&](std::int64_t d, auto some) {
+      F32 out[kStreams];
+      mix.at(d, some, out);
+#pragma GCC unroll 4
+      for (int j = 0; j < kStreams; ++j) store(to + j * hidden + d, out[j], some);
     });
   }
+  if (past_caches) fence_stores();
 }
 
 void post_bwd(Range tokens, std::int64_t hidden, Rows dr_new, Rows r_old, Rows y, const float* c, const float* post,

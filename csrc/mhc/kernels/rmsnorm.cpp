@@ -15,17 +15,28 @@ void rmsnorm_mean(Range tokens, std::int64_t hidden, Rows x, float eps, float* m
 }
 
 void rmsnorm_fwd(Range tokens, std::int64_t hidden, Rows x, Rows gamma, const float* r, std::uint16_t* y,
-                 std::uint16_t* residual) {
+                 std::uint16_t* residual, bool past_caches) {
   const auto rows = typed<Bf16>(x);
   with_rows(gamma, [&](auto scale) {
     for (std::int64_t t = tokens.begin; t < tokens.end; ++t) {
       const F32 rt = splat(r[t]);
-      for_lanes(0, hidden, [&](std::int64_t d, auto some) {
-        store(bf16(y) + t * hidden + d, (load(rows.row(t) + d, some) * rt) * load(scale.data + d, some), some);
-      });
-      __builtin_memcpy(residual + t * hidden, rows.row(t), static_cast<std::size_t>(hidden) * 2);
+      const Bf16* from = rows.row(t);
+      Bf16 *to = bf16(y) + t * hidden, *copy = bf16(residual) + t * hidden;
+      const auto normalized = [&](std::int64_t d, auto some) {
+        return (load(from + d, some) * rt) * load(scale.data + d, some);
+      };
+      std::int64_t done = 0;
+      if (past_caches && is_aligned(to) && is_aligned(copy) && hidden % (2 * kLanes) == 0) {
+        for (; done < hidden; done += 2 * kLanes) {
+          store_past_caches(to + done, normalized(done, Whole{}), normalized(done + kLanes, Whole{}));
+          copy_past_caches(copy + done, from + done);
+        }
+      }
+      for_lanes(done, hidden, [&](std::int64_t d, auto some) { store(to + d, normalized(d, some), some); });
+      __builtin_memcpy(copy + done, from + done, static_cast<std::size_t>(hidden - done) * sizeof(Bf16));
     }
   });
+  if (past_caches) fence_stores();
 }
 
 void rmsnorm_dx(Range tokens, std::int64_t hidden, Rows dy, Rows d_residual, Rows x, Rows gamma, const float* r,

@@ -17,12 +17,12 @@ void controller_folds(std::int64_t, const float*, const float*, const float*, fl
 void split_shift(Range, const float*, float*);
 void split_fwd(Range, const float*, const float*, float*, float*, float*, float*);
 void split_bwd(Range, const float*, const float*, const float*, Rows, Rows, const float*, float*);
-void post_fwd(Range, std::int64_t, Rows, Rows, const float*, const float*, std::uint16_t*);
+void post_fwd(Range, std::int64_t, Rows, Rows, const float*, const float*, std::uint16_t*, bool);
 void post_bwd(Range, std::int64_t, Rows, Rows, Rows, const float*, const float*, float*, float*, float*, float*);
 void aggregate_fwd(Range, std::int64_t, const float*, Rows, std::uint16_t*);
 void aggregate_bwd(Range, std::int64_t, Rows, const float*, Rows, float*, float*);
 void rmsnorm_mean(Range, std::int64_t, Rows, float, float*);
-void rmsnorm_fwd(Range, std::int64_t, Rows, Rows, const float*, std::uint16_t*, std::uint16_t*);
+void rmsnorm_fwd(Range, std::int64_t, Rows, Rows, const float*, std::uint16_t*, std::uint16_t*, bool);
 void rmsnorm_dx(Range, std::int64_t, Rows, Rows, Rows, Rows, const float*, float*);
 void rmsnorm_dgamma(std::int64_t, Range, Rows, Rows, const float*, float*);
 void elementary(std::int32_t, std::int64_t, const float*, float*);

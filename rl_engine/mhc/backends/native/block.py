@@ -54,31 +54,32 @@ def forward(ops: NativeOperators, batch: ResidualBatch, norm: bool, mix: bool) -
     r_new = new_bf16(tokens, HC_MULT, d) if mix else None
     r_old, y = row_contiguous(batch.r_old), row_contiguous(batch.y_sublayer)
     gamma, parameters = dense(batch.norm.gamma), _parameters(batch.controller)
-    outputs = (hidden, normalized, residual, r_new)
+    outputs = ((hidden, d), (normalized, d), (residual, d), (r_new, HC_MULT * d))
+    written = [(small[name].data_ptr(), 4 * _WIDTHS[name]) for name in _ORDER]
+    written += [(0, 0) if t is None else (t.data_ptr(), 2 * width) for t, width in outputs]
+    read = (*one_row(gamma), *(p.data_ptr() for p in parameters))
 
     def call(first: int, last: int, begin: int, end: int) -> None:
         streams, sublayer = _from_row(rows(r_old), begin, 2), _from_row(rows(y), begin, 2)
-        pointers = [small[name].data_ptr() + 4 * begin * _WIDTHS[name] for name in _ORDER]
-        widths = (d, d, d, HC_MULT * d)
-        big = [0 if t is None else t.data_ptr() + 2 * begin * n for t, n in zip(outputs, widths, strict=True)]
         numbers = (end - begin, d, first, last, int(ops.portable), contract.mhc_eps, contract.rmsnorm_eps)
-        fields = (*numbers, *streams, *sublayer, *one_row(gamma), *(p.data_ptr() for p in parameters))
-        ops.run("mhc_block_forward", _FORWARD.pack(*fields, *pointers, *big))
+        pointers = [start + begin * step for start, step in written]
+        ops.run("mhc_block_forward", _FORWARD.pack(*numbers, *streams, *sublayer, *read, *pointers))
 
     if ops.portable or tokens == 0:
         call(0, _LAST_STAGE, 0, tokens)
         return Forward(small, hidden, normalized, residual, r_new)
-    for begin in range(0, tokens, _BLOCK):
-        end = min(begin + _BLOCK, tokens)
-        part = {name: t[begin:end] for name, t in small.items()}
-        call(0, 0, begin, end)
-        part["norm"].copy_(ops.by_elementary("sqrt", part["s"]))
-        call(1, 1, begin, end)
-        ops.split_gates(part["h"], part["sig"], part["softmax"])
-        call(2, 2, begin, end)
-        if norm:
-            part["inv_rms"].copy_(ops.by_elementary("rsqrt", part["mean"]))
-            call(3, 3, begin, end)
+    with ops.default_float_mode():
+        for begin in range(0, tokens, _BLOCK):
+            end = min(begin + _BLOCK, tokens)
+            part = small if tokens <= _BLOCK else {name: t[begin:end] for name, t in small.items()}
+            call(0, 0, begin, end)
+            ops.fill(part["norm"], "sqrt", part["s"])
+            call(1, 1, begin, end)
+            ops.split_gates(part["h"], part["sig"], part["softmax"])
+            call(2, 2, begin, end)
+            if norm:
+                ops.fill(part["inv_rms"], "rsqrt", part["mean"])
+                call(3, 3, begin, end)
     return Forward(small, hidden, normalized, residual, r_new)
 
 

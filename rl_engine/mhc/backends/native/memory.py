@@ -1,8 +1,8 @@
-"""Memory for large outputs, used again when its tensor is gone.
+"""Memory for outputs, used again when its tensor is gone.
 
-A fresh output of some megabytes costs a fault and a cleared page for each page that is written: for outputs of 96 KB a
-token, as much time as the arithmetic. So the pages of a large output stay in a pool when the last tensor on
-them dies, and the next output of that size takes them. A tensor that is still held keeps its pages.
+A fresh output costs a fault and a cleared page for each page that is written: for outputs of 96 KB a token, as much time
+as the arithmetic. So the pages of an output stay in a pool when the last tensor on them dies, and the next output of
+about that size takes them. A tensor that is still held keeps its pages.
 
 At most ``KEPT_BYTES`` wait in the pool; ``release()`` gives them back at once.
 """
@@ -16,13 +16,15 @@ import weakref
 
 import torch
 
-LARGE = 1 << 22
+LARGE = 1 << 16
 """Bytes from which an output comes out of the pool; smaller ones are torch's own."""
 
 KEPT_BYTES = 1 << 30
 _HUGE_PAGE = 1 << 21
+_SIZES_PER_DOUBLING = 8
 
 _free: dict[int, list[mmap.mmap]] = {}
+_lent: dict[int, tuple[weakref.ref[memoryview], mmap.mmap]] = {}
 _lock = threading.RLock()  # a tensor may die, and give its pages back, while this thread is inside
 _waiting = 0
 
@@ -35,11 +37,20 @@ def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     wanted = count * dtype.itemsize
     if wanted < LARGE:
         return torch.empty(shape, dtype=dtype, device="cpu")
-    pages = _take(-(-wanted // _HUGE_PAGE) * _HUGE_PAGE)
+    pages = _take(size_class(wanted))
     view = memoryview(pages)
-    finalizer = weakref.finalize(view, _give_back, pages)
-    finalizer.atexit = False
+    # By its address, as a view of writable memory has no hash. The reference dies with this module, and its call with it.
+    lease = weakref.ref(view, _give_back)
+    _lent[id(lease)] = lease, pages
     return torch.frombuffer(view, dtype=dtype, count=count).view(shape)
+
+
+def size_class(wanted: int) -> int:
+    """Bytes of the pages for ``wanted`` bytes: at most an eighth or a huge page more, so that sizes that are close share them."""
+    step = max(mmap.PAGESIZE, (1 << (wanted - 1).bit_length()) // (2 * _SIZES_PER_DOUBLING))
+    if wanted > _HUGE_PAGE:
+        step = max(step, _HUGE_PAGE)
+    return -(-wanted // step) * step
 
 
 def waiting_bytes() -> int:
@@ -63,7 +74,7 @@ def _take(size: int) -> mmap.mmap:
             _waiting -= size
             return pages.pop()
     fresh = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    if size >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
         fresh.madvise(mmap.MADV_HUGEPAGE)
     return fresh
 
@@ -77,10 +88,11 @@ def _renew_lock() -> None:
 os.register_at_fork(after_in_child=_renew_lock)
 
 
-def _give_back(pages: mmap.mmap) -> None:
+def _give_back(lease: weakref.ref[memoryview]) -> None:
     global _waiting
-    size = len(pages)
     with _lock:
+        pages = _lent.pop(id(lease))[1]
+        size = len(pages)
         if _waiting + size <= KEPT_BYTES:
             _free.setdefault(size, []).append(pages)
             _waiting += size

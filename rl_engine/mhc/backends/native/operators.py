@@ -53,6 +53,7 @@ class NativeOperators:
         self._native: Native = native()
         self.isa = self._native.isa_name
         self.run = self._native.run
+        self.default_float_mode = self._native.default_float_mode
 
     def hc_split_sinkhorn_fwd(
         self, h: torch.Tensor, contract: LayerContract | None = None
@@ -66,7 +67,8 @@ class NativeOperators:
         h = dense(h.detach())
         sig, exps = new_fp32(tokens, _GATES), new_fp32(tokens, HC_MULT * HC_MULT)
         self.run("mhc_split_shift", tokens, h.data_ptr(), exps.data_ptr())
-        self.split_gates(h, sig, exps)
+        with self.default_float_mode():
+            self.split_gates(h, sig, exps)
         pre, post, c = new_fp32(tokens, HC_MULT), new_fp32(tokens, HC_MULT), new_fp32(tokens, HC_MULT, HC_MULT)
         softmax = new_fp32(tokens, HC_MULT, HC_MULT)
         outputs = (pre, post, c, softmax)
@@ -99,7 +101,7 @@ class NativeOperators:
         p, s, q, r = new_fp32(tokens, PROD_CONTROLLER_N), new_fp32(tokens), new_fp32(tokens), new_fp32(tokens)
         out = (p.data_ptr(), s.data_ptr())
         self.run("mhc_fold_k", tokens, PROD_CONTROLLER_N, k, as_rows(x), as_rows(w), *out)
-        norm = self.by_elementary("sqrt", s)
+        norm = self._by_elementary("sqrt", s)
         scaled = (norm.data_ptr(), q.data_ptr(), r.data_ptr())
         self.run("mhc_gemm_rms_scale", tokens, k, float(eps), *scaled)
         return p, r, {"s": s, "norm": norm, "q": q, "r": r, "k": k}
@@ -173,7 +175,7 @@ class NativeOperators:
         tokens, d = sizes["T"], sizes["D"]
         x, gamma, mean = row_contiguous(x), dense(gamma), new_fp32(tokens)
         self.run("mhc_rmsnorm_mean", tokens, d, as_rows(x), float(eps), mean.data_ptr())
-        r = self.by_elementary("rsqrt", mean)
+        r = self._by_elementary("rsqrt", mean)
         y, residual = (new_bf16(tokens, d) for _ in range(2))
         inputs = (as_rows(x), _as_row(gamma), r.data_ptr())
         self.run("mhc_rmsnorm_fwd", tokens, d, *inputs, y.data_ptr(), residual.data_ptr())
@@ -211,26 +213,30 @@ class NativeOperators:
         self.run("mhc_fold_m", m, n, k, as_rows(dy), as_rows(x), dw.data_ptr())
         return dx, dw
 
-    def by_elementary(self, function: str, values: torch.Tensor) -> torch.Tensor:
-        """``exp``, ``sigmoid``, ``rsqrt`` or ``sqrt`` of the profile, of FP32 values with tokens first.
+    def fill(self, out: torch.Tensor, function: str, values: torch.Tensor) -> None:
+        """``out = function(values)``: exp, sigmoid, rsqrt or sqrt of the profile, of FP32 values with tokens first.
 
-        In pieces that torch computes on the calling thread, under the default floating-point mode.
+        ``out`` is contiguous. To be called under ``default_float_mode``; in pieces that torch computes on this thread.
         """
         compute = getattr(self._elementary, function)
-        with torch.no_grad(), self._native.default_float_mode():
-            if self.portable or values.numel() < _AT_ONCE:
-                result: torch.Tensor = compute(values)
-                return result
-            if function in ("exp", "sqrt"):
-                pieces = torch.split(values.reshape(-1), _AT_ONCE)
-            else:
-                pieces = torch.split(values, _TOKENS_AT_ONCE)
-            return torch.cat([compute(piece) for piece in pieces]).view(values.shape)
+        if self.portable or values.numel() < _AT_ONCE:
+            out.copy_(compute(values))
+        elif function in ("exp", "sqrt"):
+            pieces = torch.split(values.reshape(-1), _AT_ONCE)
+            torch.cat([compute(piece) for piece in pieces], out=out.view(-1))
+        else:
+            torch.cat([compute(piece) for piece in torch.split(values, _TOKENS_AT_ONCE)], out=out)
 
     def split_gates(self, h: torch.Tensor, sig: torch.Tensor, exps: torch.Tensor) -> None:
-        """``sig = sigmoid(h[:, 0:8])`` and ``exps = exp(exps)`` in place, by the functions of the profile."""
-        sig.copy_(self.by_elementary("sigmoid", h[:, :_GATES]))
-        exps.copy_(self.by_elementary("exp", exps))
+        """``sig = sigmoid(h[:, 0:8])`` and ``exps = exp(exps)`` in place, as ``fill`` does."""
+        self.fill(sig, "sigmoid", h[:, :_GATES])
+        self.fill(exps, "exp", exps)
+
+    def _by_elementary(self, function: str, values: torch.Tensor) -> torch.Tensor:
+        result = torch.empty_like(values)
+        with self.default_float_mode():
+            self.fill(result, function, values)
+        return result
 
 
 def kept(operator: str, saved: Saved, key: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
