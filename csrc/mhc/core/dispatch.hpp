@@ -1,32 +1,16 @@
 // From a call of the C interface to the kernels of its level, inside a default floating-point mode.
 #pragma once
 
-#include <cstddef>
-#include <memory>
 #include <new>
 
 #include "../kernels/kernels.hpp"
+#include "scratch.hpp"
 #include "threads.hpp"
 
 namespace mhc {
 
 // The kernels of a level, or NULL where this build has none or the processor lacks the instructions.
 const Kernels* kernels_of(std::int32_t isa);
-
-// Scratch memory, aligned to a cache line; freed with its owner.
-class Floats {
- public:
-  explicit Floats(std::int64_t count)
-      : data_(static_cast<float*>(::operator new[](static_cast<std::size_t>(count) * sizeof(float), kLine))) {}
-  ~Floats() { ::operator delete[](data_, kLine); }
-  Floats(const Floats&) = delete;
-  Floats& operator=(const Floats&) = delete;
-  float* get() const { return data_; }
-
- private:
-  static constexpr std::align_val_t kLine{64};
-  float* data_;
-};
 
 // body(kernels, threads) as the call asks for; no exception leaves.
 template <typename Body>

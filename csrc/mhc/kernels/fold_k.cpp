@@ -70,81 +70,63 @@ MHC_INLINE void fold_steps(const Steps& x, const float* w, int steps, F32 (&acc)
   squares = s;
 }
 
-#if defined(__AVX512F__)
-// Sixteen tokens of BF16, 32 steps at a time, with the transpose of the next steps between the multiplies and adds of these:
-// a processor cannot look far enough ahead to overlap the two by itself.
-//
-// quarters[c][q] holds 16 bytes (eight steps) of the tokens q, 4 + q, 8 + q, 12 + q; pair i of the steps comes out of
-// quarters[i / 4] by three shuffles within the quarters.
+// A whole tile of BF16, kAtOnce steps at a time, while the next as many are laid out between the multiplies and adds of
+// these: a processor cannot look far enough ahead to overlap the two by itself. Widening and turning over are moves of 16
+// bits into the upper halves of the lanes, so they leave the vector units, which are the limit, to the fold. Fewer chains
+// or lanes would not cover as many moves.
+constexpr bool kInterleaves = kLanes == 16;
+
 struct Interleaved {
-  static constexpr int kAtOnce = 32;
-  const Bf16* rows[16];
-  alignas(64) U32 quarters[2][4][4];
+  static constexpr int kAtOnce = 2 * kLanes;
+  static constexpr int kFour = 4;  // numbers that are moved from one register
+  const Bf16* rows[kLanes];
+  alignas(64) std::uint16_t halves[2][kAtOnce][kLanes][2] = {};  // little-endian FP32: the lower halves stay zero
 
-  MHC_INLINE void gather(int which, int c, int q, std::int64_t at) {
-    Vectors<4>::U part[4];
+  MHC_INLINE void lay_out(int which, int token, std::int64_t at) {
+    const Bf16* from = rows[token] + at;
+    prefetch_ahead(from, 4 * kAtOnce);
+#pragma GCC unroll 8
+    for (int i = 0; i < kAtOnce; i += kFour) {
+      std::uint64_t four;
+      __builtin_memcpy(&four, from + i, sizeof(four));
 #pragma GCC unroll 4
-    for (int l = 0; l < 4; ++l) {
-      const Bf16* from = rows[4 * l + q] + at + 8 * c;
-      __builtin_memcpy(&part[l], from, sizeof(part[l]));
-      if (c == 0) prefetch_ahead(from, 4 * kAtOnce);
-    }
-#pragma GCC unroll 4
-    for (int l = 0; l < 4; ++l) {
-      __builtin_memcpy(reinterpret_cast<char*>(&quarters[which][c][q]) + 16 * l, &part[l], sizeof(part[l]));
+      for (int j = 0; j < kFour; ++j) {
+        asm("" : "+r"(four));  // in a general register
+        halves[which][i + j][token][1] = static_cast<std::uint16_t>(four);
+        four >>= 16;
+      }
     }
   }
 
-  template <int J>
-  MHC_INLINE U32 pair(int which, int c) const {
-    const auto& z = quarters[which][c];
-    typedef Vectors<8>::L Wide;
-    constexpr int o = J / 2 * 2;
-    const U32 a = __builtin_shufflevector(z[0], z[1], o, 16 + o, o + 1, 17 + o, 4 + o, 20 + o, 5 + o, 21 + o, 8 + o,
-                                          24 + o, 9 + o, 25 + o, 12 + o, 28 + o, 13 + o, 29 + o);
-    const U32 b = __builtin_shufflevector(z[2], z[3], o, 16 + o, o + 1, 17 + o, 4 + o, 20 + o, 5 + o, 21 + o, 8 + o,
-                                          24 + o, 9 + o, 25 + o, 12 + o, 28 + o, 13 + o, 29 + o);
-    constexpr int p = J % 2;
-    return bits_as<U32>(__builtin_shufflevector(bits_as<Wide>(a), bits_as<Wide>(b), p, 8 + p, 2 + p, 10 + p, 4 + p,
-                                                12 + p, 6 + p, 14 + p));
-  }
+  MHC_INLINE F32 step(int which, int i) const { return load(reinterpret_cast<const float*>(halves[which][i])); }
 };
 
-template <int N, bool Squares, int J>
-MHC_INLINE void interleaved_pair(Interleaved& in, int which, int c, std::int64_t next, const float* w, F32 (&a)[N],
-                                 F32& s) {
-  const U32 both = in.pair<J>(which, c);
-  in.gather(which ^ 1, J, c, next);
-  fold_step<N, Squares>(even_of(both), w, a, s);
-  fold_step<N, Squares>(odd_of(both), w + kChains, a, s);
-}
-
-// The steps [0, count) with count a multiple of 32, at least 32.
+// The steps [0, count) with count a multiple of kAtOnce, at least that.
 template <int N, bool Squares>
 MHC_INLINE void fold_interleaved(RowsOf<Bf16> x, std::int64_t token, std::int64_t count, const float* w, F32 (&acc)[N],
                                  F32& squares) {
   Interleaved in;
-  for (int t = 0; t < 16; ++t) in.rows[t] = x.row(token + t);
-  for (int i = 0; i < 16; ++i) in.gather(0, i % 4, i / 4, 0);
+  for (int t = 0; t < kLanes; ++t) {
+    in.rows[t] = x.row(token + t);
+    in.lay_out(0, t, 0);
+  }
   F32 a[N], s = squares;
 #pragma GCC unroll 24
   for (int n = 0; n < N; ++n) a[n] = acc[n];
   for (std::int64_t at = 0, which = 0; at < count; at += Interleaved::kAtOnce, which ^= 1) {
-    // The last steps gather themselves once more, to no use, and nothing beyond the row.
+    // The last steps are laid out once more, to no use, and nothing beyond the row.
     const std::int64_t next = at + Interleaved::kAtOnce < count ? at + Interleaved::kAtOnce : at;
     const int now = static_cast<int>(which);
-    for (int c = 0; c < 4; ++c, w += 8 * kChains) {
-      interleaved_pair<N, Squares, 0>(in, now, c, next, w, a, s);
-      interleaved_pair<N, Squares, 1>(in, now, c, next, w + 2 * kChains, a, s);
-      interleaved_pair<N, Squares, 2>(in, now, c, next, w + 4 * kChains, a, s);
-      interleaved_pair<N, Squares, 3>(in, now, c, next, w + 6 * kChains, a, s);
+    for (int t = 0; t < kLanes; ++t, w += 2 * kChains) {
+      in.lay_out(now ^ 1, t, next);
+      fold_step<N, Squares>(in.step(now, 2 * t), w, a, s);
+      fold_step<N, Squares>(in.step(now, 2 * t + 1), w + kChains, a, s);
     }
   }
 #pragma GCC unroll 24
   for (int n = 0; n < N; ++n) acc[n] = a[n];
   squares = s;
 }
-#endif
 
 template <int N, bool Squares, typename T>
 void fold_tile(RowsOf<T> x, std::int64_t token, int tokens, std::int64_t k, const float* w, std::int64_t n_left,
@@ -153,14 +135,12 @@ void fold_tile(RowsOf<T> x, std::int64_t token, int tokens, std::int64_t k, cons
   F32 squares{};
   typename StepsOf<T>::Type lanes;
   std::int64_t at = 0;
-#if defined(__AVX512F__)
-  if constexpr (sizeof(T) == sizeof(Bf16)) {
+  if constexpr (kInterleaves && N == kChains && sizeof(T) == sizeof(Bf16)) {
     if (tokens == kLanes) {
       at = k / Interleaved::kAtOnce * Interleaved::kAtOnce;
       if (at > 0) fold_interleaved<N, Squares>(x, token, at, w, acc, squares);
     }
   }
-#endif
   for (; at < k; at += kSteps) {
     const int steps = static_cast<int>(least(kSteps, k - at));
     lanes.fill(x, token, tokens, at, steps);
