@@ -30,6 +30,7 @@ DEFAULTS = {
     "schema_version": "p1-mhc-layer-v1",
     "numeric_profile": "oracle-fp32-mhc-v1",
     "gamma_dtype": "bfloat16",
+    "controller_rms": "inverse-rms-plus-eps",
 }
 NAN = float("nan")
 REFUSED: dict[str, list[Any]] = {
@@ -46,12 +47,14 @@ REFUSED: dict[str, list[Any]] = {
     "schema_version": ["", "p1-mhc-layer-v2", None, 1],
     "numeric_profile": ["", "oracle-fp32-mhc-v2", None, 1, ["oracle-fp32-mhc-v1"]],
     "gamma_dtype": ["", "float16", "torch.bfloat16", None, torch.bfloat16, ["bfloat16"]],
+    "controller_rms": ["", "rms", None, 0, ["inverse-rms-plus-eps"]],
 }
 MODES = {
     "placement": ("replicated", "tp-sharded", "cp-token-sharded"),
     "fusion_mode": ("unfused", "fused-pre-norm"),
     "trainability": ("full", "mixer-frozen"),
     "gamma_dtype": ("bfloat16", "float32"),
+    "controller_rms": ("inverse-rms-plus-eps", "rsqrt-mean-plus-eps"),
 }
 
 
@@ -114,6 +117,7 @@ OTHER: dict[str, Any] = {
     "schema_version": "p1-mhc-layer-v2",
     "numeric_profile": "another",
     "gamma_dtype": "float32",
+    "controller_rms": "rsqrt-mean-plus-eps",
 }
 
 

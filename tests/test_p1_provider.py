@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rl_engine.mhc import block, oracle, provider
-from rl_engine.mhc.contract import LayerContract, ResidualBatch
+from rl_engine.mhc.contract import CONTROLLER_RMS, LayerContract, ResidualBatch
 from rl_engine.mhc.operators.interface import COMPOSITE_OPERATORS, LEAF_OPERATORS, OPERATORS
 from rl_engine.mhc.operators.reference import reference_calls
 from rl_engine.mhc.provider import (
@@ -221,8 +221,9 @@ def test_a_declared_width_passes(widths: Any) -> None:
 
 def test_the_reference_serves_what_it_declares() -> None:
     declared = ReferenceProvider().capabilities()
-    assert set(declared) == {"backend", *LISTS}
+    assert set(declared) == {"backend", "controller_rms", *LISTS}
     assert declared["placements"] == ["replicated"]
+    assert declared["controller_rms"] == list(CONTROLLER_RMS)
     for fusion in declared["fusion_modes"]:
         for trainability in declared["trainability"]:
             batch, grads = make_block("served", 1, 3, fusion_mode=fusion, trainability=trainability)

@@ -16,6 +16,8 @@ import torch
 from rl_engine.mhc.capabilities import require_capabilities
 from rl_engine.mhc.contract import (
     COMB_SLICE,
+    CONTROLLER_RMS,
+    P1_RMS,
     POST_SLICE,
     PRE_SLICE,
     GradBoundary,
@@ -23,7 +25,7 @@ from rl_engine.mhc.contract import (
     ResidualBatch,
 )
 from rl_engine.mhc.operators import OperatorSet, Saved, reference_operators
-from rl_engine.mhc.operators.interface import check_arguments
+from rl_engine.mhc.operators.interface import check_arguments, saved_controller_rms
 from rl_engine.mhc.operators.reference import need
 from rl_engine.mhc.profiles import get_profile
 from rl_engine.mhc.reduction import HC_MULT, fixed_sum, widen
@@ -34,6 +36,7 @@ Grads = dict[str, torch.Tensor | None]
 SUPPORTED_FUSION = ("unfused", "fused-pre-norm")
 SUPPORTED_TRAINABILITY = ("full", "mixer-frozen")
 SUPPORTED_PLACEMENTS = ("replicated",)
+SUPPORTED_CONTROLLER_RMS = CONTROLLER_RMS
 
 CONTROLLER_GRADS = ("d_controller_weight", "d_alpha_pre", "d_alpha_post", "d_alpha_res", "d_bias")
 """The gradients that are ``None`` under ``mixer-frozen``."""
@@ -51,6 +54,7 @@ def capabilities() -> dict[str, Any]:
         "fusion_modes": list(SUPPORTED_FUSION),
         "trainability": list(SUPPORTED_TRAINABILITY),
         "placements": list(SUPPORTED_PLACEMENTS),
+        "controller_rms": list(SUPPORTED_CONTROLLER_RMS),
     }
 
 
@@ -68,13 +72,15 @@ def mhc_pre_fwd(
     _require(ops, batch)
     parts = _parts(ops, contract)
     x_flat = widen("r_old", batch.r_old).reshape(batch.tokens, contract.flat_k)
-    p, r, gemm = parts.fp32_gemm_rms_fwd(x_flat, batch.controller.weight, contract.mhc_eps)
+    # A set that serves P1's formula alone need not know that there is another.
+    formula = {} if contract.controller_rms == P1_RMS else {"controller_rms": contract.controller_rms}
+    p, r, gemm = parts.fp32_gemm_rms_fwd(x_flat, batch.controller.weight, contract.mhc_eps, **formula)
     m = r[:, None] * p
     h = (m * batch.controller.expanded_alpha(contract)) + batch.controller.bias
     pre, post, c, sinkhorn = parts.hc_split_sinkhorn_fwd(h, contract)
     hidden = parts.h_aggregate_fwd(pre, batch.r_old)
     saved = {"x_flat": x_flat, "p": p, "r": r, "m": m, "h": h, "pre": pre, "post": post, "c": c}
-    return hidden, pre, post, c, {**saved, "gemm": gemm, "sinkhorn": sinkhorn}
+    return hidden, pre, post, c, {**saved, "gemm": gemm, "sinkhorn": sinkhorn, **formula}
 
 
 @torch.no_grad()
@@ -95,6 +101,7 @@ def mhc_pre_bwd(
     _require(ops, batch)
     check_arguments("mhc_pre_bwd", dhidden=dhidden, dpost=dpost, dc=dc)
     need("mhc_pre_bwd", saved, "x_flat", "p", "r", "m", "pre", "gemm", "sinkhorn")
+    require_formula("mhc_pre_bwd", batch, saved)
     contract, controller = batch.contract, batch.controller
     parts = _parts(ops, contract)
     dr_aggregate, dpre = parts.h_aggregate_bwd(dhidden, saved["pre"], batch.r_old)
@@ -249,6 +256,13 @@ def require_profile(trace: MHCTrace | None, batch: ResidualBatch) -> None:
         raise ValueError(f"trace.numeric_profile: got {trace.numeric_profile!r}, want {wanted!r} (the contract's)")
 
 
+def require_formula(operator: str, batch: ResidualBatch, saved: Saved) -> None:
+    """Raise ``ValueError`` unless the forward behind ``saved`` ran the ``controller_rms`` of the batch's contract."""
+    got, wanted = saved_controller_rms(operator, saved), batch.contract.controller_rms
+    if got != wanted:
+        raise ValueError(f"{operator}: saved: controller_rms: got {got!r}, want {wanted!r} (the contract's)")
+
+
 def _note(trace: MHCTrace, batch: ResidualBatch) -> None:
     contract = batch.contract
     profile = get_profile(contract.numeric_profile)
@@ -258,4 +272,6 @@ def _note(trace: MHCTrace, batch: ResidualBatch) -> None:
     trace.note("downcast_points", list(profile.downcast_points))
     trace.note("fusion_mode", contract.fusion_mode)
     trace.note("trainability", contract.trainability)
+    if contract.controller_rms != P1_RMS:
+        trace.note("controller_rms", contract.controller_rms)
     trace.note("weight_fingerprint", batch.weight_fingerprint or batch.compute_weight_fingerprint())

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rl_engine.mhc.contract import LayerContract, ResidualBatch
+from rl_engine.mhc.contract import P1_RMS, LayerContract, ResidualBatch
 
 NAME_LISTS = ("geometry", "devices", "fusion_modes", "trainability", "placements")
 CAPABILITY_KEYS = ("backend", *NAME_LISTS)
+_IMPLIED = {"controller_rms": [P1_RMS]}
+"""What a declaration without the key says: providers older than the key know no other formula."""
 
 
 def require_capabilities(ops: Any, contract: LayerContract, batch: ResidualBatch | None = None) -> None:
@@ -17,7 +19,8 @@ def require_capabilities(ops: Any, contract: LayerContract, batch: ResidualBatch
     Asked for are the contract's numeric profile, fusion mode, trainability and placement, and for ``batch`` its
     device's type and its row geometry. ``ops.capabilities()`` must be a mapping with every key of
     ``CAPABILITY_KEYS``: ``backend`` a name, the rest non-empty lists of names. An optional ``hidden`` lists the
-    widths served; without it every width is. What is missing or malformed declares nothing.
+    widths served; without it every width is. An optional ``controller_rms`` lists the formulas of the controller's
+    scale; without it P1's alone is served. What is missing or malformed declares nothing.
     """
     who = str(getattr(ops, "name", type(ops).__name__))
     profile = getattr(ops, "numeric_profile", None)
@@ -29,6 +32,7 @@ def require_capabilities(ops: Any, contract: LayerContract, batch: ResidualBatch
         "fusion_modes": contract.fusion_mode,
         "trainability": contract.trainability,
         "placements": contract.placement,
+        "controller_rms": contract.controller_rms,
     }
     if batch is not None:
         asked |= {"devices": batch.r_old.device.type, "geometry": batch.row_geometry}
@@ -42,8 +46,11 @@ def require_capabilities(ops: Any, contract: LayerContract, batch: ResidualBatch
 
 
 def declared_names(capabilities: Any, key: str) -> frozenset[str]:
-    """The names that ``capabilities[key]`` lists; none where it is missing or not a collection of strings."""
-    value = capabilities.get(key) if isinstance(capabilities, Mapping) else None
+    """The names that ``capabilities[key]`` lists; none where it is missing or not a collection of strings.
+
+    A missing ``controller_rms`` is P1's formula.
+    """
+    value = capabilities.get(key, _IMPLIED.get(key)) if isinstance(capabilities, Mapping) else None
     if not isinstance(value, list | tuple | set | frozenset) or not all(isinstance(name, str) for name in value):
         return frozenset()
     return frozenset(value)

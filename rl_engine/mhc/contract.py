@@ -39,6 +39,10 @@ ROW_GEOMETRIES = ("one-row", "packed")
 FUSION_MODES = ("unfused", "fused-pre-norm")
 CANONICAL_FUSION_MODE = "unfused"
 TRAINABILITY_MODES = ("full", "mixer-frozen")
+CONTROLLER_RMS = ("inverse-rms-plus-eps", "rsqrt-mean-plus-eps")
+"""The controller's scale of a row: P1's ``1 / (sqrt(sum x^2) / sqrt(K) + eps)``, and ``rsqrt(mean x^2 + eps)``, which
+the released DeepSeek-V4 computes."""
+P1_RMS, RELEASED_RMS = CONTROLLER_RMS
 GAMMA_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 _FROZEN = {
@@ -72,7 +76,7 @@ class LayerContract:
 
     ``hidden`` is any positive D, ``layer_index`` any non-negative integer; the modes come from the tuples of this
     module; all else is frozen, and ``validate`` says so. ``numeric_profile`` names a registered profile,
-    ``gamma_dtype`` the storage of the RMSNorm weight.
+    ``gamma_dtype`` the storage of the RMSNorm weight, ``controller_rms`` the formula of the controller's scale.
     """
 
     hidden: int = PROD_HIDDEN
@@ -88,9 +92,10 @@ class LayerContract:
     schema_version: str = SCHEMA_VERSION
     numeric_profile: str = ORACLE_PROFILE
     gamma_dtype: str = "bfloat16"
+    controller_rms: str = P1_RMS
 
     def with_mode(self, field_name: str, mode: str) -> LayerContract:
-        """A copy with ``placement``, ``fusion_mode`` or ``trainability`` set to ``mode``, which is not validated."""
+        """A copy with that field, one of those that hold a string, set to ``mode``, which is not validated."""
         changed: dict[str, Any] = {field_name: mode}
         return dataclasses.replace(self, **changed)
 
@@ -113,6 +118,7 @@ class LayerContract:
         _one_of("contract.fusion_mode", self.fusion_mode, FUSION_MODES)
         _one_of("contract.trainability", self.trainability, TRAINABILITY_MODES)
         _one_of("contract.gamma_dtype", self.gamma_dtype, tuple(GAMMA_DTYPES))
+        _one_of("contract.controller_rms", self.controller_rms, CONTROLLER_RMS)
         if not isinstance(self.numeric_profile, str):
             raise ValueError(f"contract.numeric_profile: got {self.numeric_profile!r}, want a profile's id")
         try:
@@ -130,12 +136,12 @@ class LayerContract:
         """SHA-256 over every field that can move a byte, which is all but ``layer_index``.
 
         The encoding is a JSON list of (name, type, value) with floats in hexadecimal, so no two field lists share
-        bytes.
+        bytes. ``controller_rms`` is in it where it is not P1's: the fingerprints of P1 are older than that field.
         """
         items = []
         for spec in sorted(fields(self), key=lambda f: f.name):
-            if spec.name != "layer_index":
-                value = getattr(self, spec.name)
+            value = getattr(self, spec.name)
+            if spec.name != "layer_index" and (spec.name, value) != ("controller_rms", P1_RMS):
                 items.append([spec.name, type(value).__name__, value.hex() if isinstance(value, float) else value])
         return _sha256_of("layer-contract", items)
 
@@ -145,10 +151,14 @@ class LayerContract:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LayerContract:
-        """The contract of ``to_dict``; a missing or unknown field is a ``ValueError``."""
+        """The contract of ``to_dict``; a missing or unknown field is a ``ValueError``.
+
+        Without ``controller_rms``, as it was written before there was a choice, it is P1's.
+        """
         names = {spec.name for spec in fields(cls)}
         if not isinstance(values, Mapping):
             raise ValueError(f"contract: got {type(values).__name__}, want a mapping of fields")
+        values = {"controller_rms": P1_RMS, **values}
         if set(values) != names:
             odd = ", ".join(sorted(names ^ set(values)))
             raise ValueError(f"contract: missing or unknown fields: {odd}")
@@ -413,17 +423,20 @@ def _moved(owner: T, device: torch.device | str) -> T:
 __all__ = [
     "CANONICAL_FUSION_MODE",
     "COMB_SLICE",
+    "CONTROLLER_RMS",
     "FUSION_MODES",
     "GAMMA_DTYPES",
     "HC_MULT",
     "MHC_EPS",
     "ORACLE_PROFILE",
+    "P1_RMS",
     "PLACEMENTS",
     "PORTABLE_PROFILE",
     "POST_SLICE",
     "PRE_SLICE",
     "PROD_CONTROLLER_N",
     "PROD_HIDDEN",
+    "RELEASED_RMS",
     "RMSNORM_EPS",
     "ROW_GEOMETRIES",
     "SCHEMA_VERSION",

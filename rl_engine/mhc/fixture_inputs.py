@@ -21,6 +21,7 @@ from rl_engine.mhc.contract import (
     GAMMA_DTYPES,
     HC_MULT,
     ORACLE_PROFILE,
+    P1_RMS,
     ControllerParams,
     GradBoundary,
     LayerContract,
@@ -151,6 +152,7 @@ class BlockCase:
     fusion_mode: str = "unfused"
     trainability: str = "full"
     gamma_dtype: str = "bfloat16"
+    controller_rms: str = P1_RMS
     edit: Callable[[ResidualBatch], None] | None = None
 
     def contract(self, numeric_profile: str) -> LayerContract:
@@ -162,6 +164,7 @@ class BlockCase:
             trainability=self.trainability,
             numeric_profile=numeric_profile,
             gamma_dtype=self.gamma_dtype,
+            controller_rms=self.controller_rms,
         )
 
     def batch(self, name: str, numeric_profile: str) -> ResidualBatch:

@@ -20,9 +20,12 @@ import torch
 from rl_engine.mhc.bits import canonical_sha256
 from rl_engine.mhc.block import GRAD_KEYS, mhc_block_backward, mhc_block_forward
 from rl_engine.mhc.contract import (
+    CONTROLLER_RMS,
     HC_MULT,
     ORACLE_PROFILE,
+    P1_RMS,
     PORTABLE_PROFILE,
+    RELEASED_RMS,
     RMSNORM_EPS,
     SCHEMA_VERSION,
     GradBoundary,
@@ -41,6 +44,7 @@ from rl_engine.mhc.fixture_inputs import (
     gamma,
 )
 from rl_engine.mhc.operators import reference_operators
+from rl_engine.mhc.operators.interface import check_controller_rms
 from rl_engine.mhc.tensor_file import replace_file
 from rl_engine.mhc.trace import MHCTrace
 
@@ -53,19 +57,37 @@ GOLDEN_CASES: dict[str, dict[str, BlockCase]] = {
 }
 """Numeric profile to the block cases of its manifest."""
 
-_MANIFEST_FILES = {ORACLE_PROFILE: "golden_hashes.json", PORTABLE_PROFILE: "golden_hashes_portable.json"}
+_MANIFEST_FILES = {
+    (ORACLE_PROFILE, P1_RMS): "golden_hashes.json",
+    (PORTABLE_PROFILE, P1_RMS): "golden_hashes_portable.json",
+    (ORACLE_PROFILE, RELEASED_RMS): "golden_hashes_rsqrt_mean.json",
+    (PORTABLE_PROFILE, RELEASED_RMS): "golden_hashes_portable_rsqrt_mean.json",
+}
+"""Each numeric profile has a manifest for each formula of the controller's scale."""
 
 Manifest = dict[str, Any]
 
 
-def make_contract(name: str, *, gamma_dtype: str | None = None, numeric_profile: str = ORACLE_PROFILE) -> LayerContract:
+def make_contract(
+    name: str,
+    *,
+    gamma_dtype: str | None = None,
+    numeric_profile: str = ORACLE_PROFILE,
+    controller_rms: str = P1_RMS,
+) -> LayerContract:
     """The contract of a block case, its gamma dtype replaced where one is given; ``ValueError`` for an unknown name."""
-    return _block_case(name, gamma_dtype).contract(numeric_profile)
+    return _block_case(name, gamma_dtype, controller_rms).contract(numeric_profile)
 
 
-def make_batch(name: str, *, gamma_dtype: str | None = None, numeric_profile: str = ORACLE_PROFILE) -> ResidualBatch:
-    """The sealed batch of a block case, on the CPU, drawn for the profile."""
-    return _block_case(name, gamma_dtype).batch(name, numeric_profile)
+def make_batch(
+    name: str,
+    *,
+    gamma_dtype: str | None = None,
+    numeric_profile: str = ORACLE_PROFILE,
+    controller_rms: str = P1_RMS,
+) -> ResidualBatch:
+    """The sealed batch of a block case, on the CPU, drawn for the profile; the same draws under either formula."""
+    return _block_case(name, gamma_dtype, controller_rms).batch(name, numeric_profile)
 
 
 def make_grads(name: str, batch: ResidualBatch) -> GradBoundary:
@@ -116,13 +138,28 @@ def slice_batch(batch: ResidualBatch, start: int, stop: int) -> ResidualBatch:
     )
 
 
-def golden_manifest(gamma_dtype: str | None = None, *, numeric_profile: str = ORACLE_PROFILE) -> Manifest:
+def golden_manifest(
+    gamma_dtype: str | None = None, *, numeric_profile: str = ORACLE_PROFILE, controller_rms: str = P1_RMS
+) -> Manifest:
     """The hashes of every boundary and gradient of a profile's cases: ``{schema_version, numeric_profile, ...}``.
 
-    ``gamma_dtype`` replaces that of every case. ``ValueError`` for a profile without golden cases.
+    ``gamma_dtype`` replaces that of every case. The manifest of the formula that is not P1's names it, and holds the
+    blocks alone: the operator edges do not read it. ``ValueError`` for a profile without golden cases.
     """
-    cases = {name: _block_hashes(name, gamma_dtype, numeric_profile) for name in _golden_cases(numeric_profile)}
-    ops = reference_operators(numeric_profile)
+    names = _golden_cases(numeric_profile, controller_rms)
+    cases = {name: _block_hashes(name, gamma_dtype, numeric_profile, controller_rms) for name in names}
+    header = {
+        "schema_version": SCHEMA_VERSION,
+        "numeric_profile": numeric_profile,
+        "fixture_hidden": FIXTURE_HIDDEN,
+    }
+    if controller_rms != P1_RMS:
+        return {**header, "controller_rms": controller_rms, "cases": cases}
+    return {**header, "cases": cases | _edge_hashes(gamma_dtype, numeric_profile)}
+
+
+def _edge_hashes(gamma_dtype: str | None, numeric_profile: str) -> dict[str, dict[str, str]]:
+    ops, cases = reference_operators(numeric_profile), {}
     h, dpre, dpost, dc = make_sinkhorn_edge_inputs(numeric_profile)
     pre, post, c, saved = ops.hc_split_sinkhorn_fwd(h)
     dh = ops.hc_split_sinkhorn_bwd(dpre, dpost, dc, saved)
@@ -131,25 +168,22 @@ def golden_manifest(gamma_dtype: str | None = None, *, numeric_profile: str = OR
     y, residual, saved = ops.rmsnorm_residual_fwd(x, weight, RMSNORM_EPS)
     dx, dgamma = ops.rmsnorm_residual_bwd(dy, d_residual, x, weight, saved)
     cases[RMS_EDGES] = _hashes(**{"y": y, "residual": residual, "grad.dx": dx, "grad.dgamma": dgamma})
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "numeric_profile": numeric_profile,
-        "fixture_hidden": FIXTURE_HIDDEN,
-        "cases": cases,
-    }
+    return cases
 
 
-def manifest_path(numeric_profile: str = ORACLE_PROFILE) -> Path:
+def manifest_path(numeric_profile: str = ORACLE_PROFILE, controller_rms: str = P1_RMS) -> Path:
     """Where a committed manifest is: in the checkout, or beside the package where it is installed from a wheel."""
-    _golden_cases(numeric_profile)
+    _golden_cases(numeric_profile, controller_rms)
     package = Path(__file__).resolve().parent
     checkout = package.parent.parent / "tests" / "fixtures" / "p1"
-    return (checkout if checkout.is_dir() else package / "_golden") / _MANIFEST_FILES[numeric_profile]
+    return (checkout if checkout.is_dir() else package / "_golden") / _MANIFEST_FILES[numeric_profile, controller_rms]
 
 
-def load_manifest(path: str | os.PathLike[str] | None = None, *, numeric_profile: str = ORACLE_PROFILE) -> Manifest:
-    """The manifest at ``path`` (default: the profile's committed one); ``ValueError`` where it is not a manifest."""
-    source = Path(path) if path is not None else manifest_path(numeric_profile)
+def load_manifest(
+    path: str | os.PathLike[str] | None = None, *, numeric_profile: str = ORACLE_PROFILE, controller_rms: str = P1_RMS
+) -> Manifest:
+    """The manifest at ``path`` (default: the committed one); ``ValueError`` where it is not a manifest."""
+    source = Path(path) if path is not None else manifest_path(numeric_profile, controller_rms)
     try:
         manifest = json.loads(source.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -167,16 +201,20 @@ def moved_hashes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def write_manifest(
-    path: str | os.PathLike[str] | None = None, *, numeric_profile: str = ORACLE_PROFILE, reason: str = ""
+    path: str | os.PathLike[str] | None = None,
+    *,
+    numeric_profile: str = ORACLE_PROFILE,
+    controller_rms: str = P1_RMS,
+    reason: str = "",
 ) -> list[str]:
-    """Write a profile's manifest to ``path`` (default: its committed place), atomically; return the hashes that moved.
+    """Write a manifest to ``path`` (default: its committed place), atomically; return the hashes that moved.
 
     Hashes move against the manifest at ``path``, or where there is none against the committed one. If any does, a
     ``reason`` is required; without one, ``ValueError`` and nothing is written.
     """
-    committed = manifest_path(numeric_profile)
+    committed = manifest_path(numeric_profile, controller_rms)
     target = Path(path) if path is not None else committed
-    manifest = golden_manifest(numeric_profile=numeric_profile)
+    manifest = golden_manifest(numeric_profile=numeric_profile, controller_rms=controller_rms)
     before = next((place for place in (target, committed) if place.exists()), None)
     moved = moved_hashes(load_manifest(before), manifest) if before is not None else []
     if moved and not reason.strip():
@@ -193,13 +231,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--write-manifest", action="store_true", help="write the manifest instead of printing it")
     parser.add_argument("--path", type=Path, default=None, help="where to (default: the committed manifest)")
     parser.add_argument("--profile", default=ORACLE_PROFILE, choices=sorted(GOLDEN_CASES), help="the numeric profile")
+    parser.add_argument("--controller-rms", default=P1_RMS, choices=CONTROLLER_RMS, help="the controller's formula")
     parser.add_argument("--reason", default="", help="why hashes may move; required where they do")
     options = parser.parse_args(argv)
+    chosen = {"numeric_profile": options.profile, "controller_rms": options.controller_rms}
     if not options.write_manifest:
-        print(json.dumps(golden_manifest(numeric_profile=options.profile), indent=2, sort_keys=True))
+        print(json.dumps(golden_manifest(**chosen), indent=2, sort_keys=True))
         return 0
     try:
-        moved = write_manifest(options.path, numeric_profile=options.profile, reason=options.reason)
+        moved = write_manifest(options.path, **chosen, reason=options.reason)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         if "no reason is given" in str(error):
@@ -207,11 +247,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     for key in moved:
         print(f"moved: {key}")
-    print(f"wrote {options.path or manifest_path(options.profile)}: {len(moved)} hashes moved")
+    print(f"wrote {options.path or manifest_path(**chosen)}: {len(moved)} hashes moved")
     return 0
 
 
-def _golden_cases(numeric_profile: str) -> dict[str, BlockCase]:
+def _golden_cases(numeric_profile: str, controller_rms: str) -> dict[str, BlockCase]:
+    check_controller_rms("fixtures", controller_rms)
     if numeric_profile not in GOLDEN_CASES:
         raise ValueError(
             f"numeric_profile: {numeric_profile!r} has no golden cases, want one of: {', '.join(GOLDEN_CASES)}"
@@ -219,15 +260,16 @@ def _golden_cases(numeric_profile: str) -> dict[str, BlockCase]:
     return GOLDEN_CASES[numeric_profile]
 
 
-def _block_case(name: str, gamma_dtype: str | None = None) -> BlockCase:
+def _block_case(name: str, gamma_dtype: str | None, controller_rms: str) -> BlockCase:
     cases = BLOCK_CASES | HOSTILE_CASES | WIDE_CASES
     if name not in cases:
         raise ValueError(f"case: got {name!r}, want one of: {', '.join(cases)}")
-    return cases[name] if gamma_dtype is None else dataclasses.replace(cases[name], gamma_dtype=gamma_dtype)
+    case = dataclasses.replace(cases[name], controller_rms=controller_rms)
+    return case if gamma_dtype is None else dataclasses.replace(case, gamma_dtype=gamma_dtype)
 
 
-def _block_hashes(name: str, gamma_dtype: str | None, numeric_profile: str) -> dict[str, str]:
-    batch = make_batch(name, gamma_dtype=gamma_dtype, numeric_profile=numeric_profile)
+def _block_hashes(name: str, gamma_dtype: str | None, numeric_profile: str, controller_rms: str) -> dict[str, str]:
+    batch = _block_case(name, gamma_dtype, controller_rms).batch(name, numeric_profile)
     trace = MHCTrace(numeric_profile)
     r_new, saved = mhc_block_forward(batch, trace)
     grads = mhc_block_backward(batch, saved, make_grads(name, batch), trace)

@@ -18,9 +18,9 @@ import torch
 from rl_engine.mhc import block
 from rl_engine.mhc.block import Grads
 from rl_engine.mhc.capabilities import declared_names, require_capabilities
-from rl_engine.mhc.contract import ORACLE_PROFILE, LayerContract, ResidualBatch
+from rl_engine.mhc.contract import ORACLE_PROFILE, P1_RMS, LayerContract, ResidualBatch
 from rl_engine.mhc.operators import OperatorSet, ReferenceOperators, Saved
-from rl_engine.mhc.operators.interface import LEAF_OPERATORS, OPERATORS
+from rl_engine.mhc.operators.interface import LEAF_OPERATORS, OPERATORS, parameters_of
 from rl_engine.mhc.profiles import get_profile
 
 REFERENCE_BACKEND = "reference"
@@ -44,9 +44,10 @@ class MHCProvider(OperatorSet, Protocol):
     """A set of operators that can be judged: name, profile, declaration, provenance, and the operators themselves.
 
     ``capabilities()`` returns ``backend`` (a name) and the lists ``geometry, devices, fusion_modes, trainability,
-    placements``; optionally ``hidden`` (the widths served) and ``operators`` (those that are the provider's own,
-    where the class does not already say so). ``provenance()`` returns ``requested_backend, actual_backend,
-    numeric_profile, torch_version``, computed from what runs.
+    placements``; optionally ``controller_rms`` (the formulas of the controller's scale; without it P1's), ``hidden``
+    (the widths served) and ``operators`` (those that are the provider's own, where the class does not already say
+    so). ``provenance()`` returns ``requested_backend, actual_backend, numeric_profile, torch_version``, computed from
+    what runs.
     """
 
     name: str
@@ -79,12 +80,14 @@ class ReferenceProvider(ReferenceOperators):
     def capabilities(self) -> dict[str, Any]:
         """The modes of the reference; ``backend`` is this provider's name.
 
-        Under a profile with operators of its own the reference itself declares nothing (``NotImplementedError``).
+        Of the controller's formulas a subclass declares P1's alone where an operator of its own reads the formula,
+        unless its ``fp32_gemm_rms_fwd`` is its own and takes ``controller_rms``. Under a profile with operators of its
+        own the reference itself declares nothing (``NotImplementedError``).
         """
         own = get_profile(get_profile(self.numeric_profile).reference).operators
         if own and type(self) is ReferenceProvider:
             raise NotImplementedError(f"reference: {self.numeric_profile!r} is computed by {own} (fail-closed)")
-        return {**block.capabilities(), "backend": self.name}
+        return {**block.capabilities(), "backend": self.name, "controller_rms": _formulas(self)}
 
     def provenance(self) -> dict[str, Any]:
         """The four required facts, and the backend that the class binds each leaf operator and own composite to."""
@@ -231,6 +234,15 @@ def resolve_provider(spec: str, numeric_profile: str = "") -> MHCProvider:
     return provider  # type: ignore[no-any-return]
 
 
+_READ_THE_FORMULA = (
+    "fp32_gemm_rms_fwd",
+    "fp32_gemm_rms_bwd",
+    "mhc_pre_fwd",
+    "mhc_pre_bwd",
+    "mhc_pre_rmsnorm_fused_fwd",
+    "mhc_block_forward",
+    "mhc_block_backward",
+)
 _PROVIDER_PARTS = ("name", "numeric_profile", "capabilities", "provenance", *OPERATORS)
 
 
@@ -267,5 +279,11 @@ def combined_backend(backends: Any) -> str:
     return "+".join(names) or "none"
 
 
+def _formulas(provider: ReferenceProvider) -> list[str]:
+    own = {op for op in _READ_THE_FORMULA if hasattr(provider, op) and not _is_reference(provider, op)}
+    knows = "fp32_gemm_rms_fwd" in own and "controller_rms" in parameters_of(provider.fp32_gemm_rms_fwd)
+    return list(block.SUPPORTED_CONTROLLER_RMS) if knows or not own else [P1_RMS]
+
+
 def _is_reference(provider: Any, operator: str) -> bool:
-    return inspect.getattr_static(provider, operator, None) is inspect.getattr_static(ReferenceProvider, operator)
+    return inspect.getattr_static(provider, operator, None) is inspect.getattr_static(ReferenceProvider, operator, None)

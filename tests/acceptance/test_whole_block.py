@@ -11,7 +11,7 @@ from rl_engine.mhc import block
 from rl_engine.mhc.acceptance import Options, judge_provider
 from rl_engine.mhc.acceptance.verdict import Check
 from rl_engine.mhc.acceptance.whole_block import has_whole_block
-from rl_engine.mhc.contract import GradBoundary, ResidualBatch
+from rl_engine.mhc.contract import RELEASED_RMS, GradBoundary, ResidualBatch
 from rl_engine.mhc.operators import Saved
 from rl_engine.mhc.provider import ReferenceProvider, StubProvider, resolve_provider
 
@@ -87,8 +87,9 @@ def test_the_reference_inside_the_whole_block_path_is_a_fallback() -> None:
 
 
 def test_the_native_whole_block_path_is_judged_and_passes() -> None:
-    (check,) = whole_block_checks(resolve_provider("native"))
-    assert (check.status, check.comparisons) == ("pass", 25)
+    checks = whole_block_checks(resolve_provider("native"))
+    assert [(check.status, check.comparisons) for check in checks] == [("pass", 25)] * 2
+    assert [RELEASED_RMS in check.name for check in checks] == [False, True]
 
 
 def test_a_provider_without_the_path_or_with_a_stub_of_it_is_not_asked() -> None:

@@ -15,7 +15,7 @@ from tests.planted.kernels import kernel, plus_eps, scaled_then_weighted
 # --- aggregate ---
 
 
-@planted("h_aggregate_fwd.hidden", "operators", "aggregate_order", hidden_in="packed_t7_odd")
+@planted("h_aggregate_fwd.hidden", "operators", "aggregate_order", hidden_in="one_row")
 class LeftFoldAggregate(Planted):
     """The four streams are added from the left and not as a tree."""
 

@@ -96,14 +96,14 @@ class LibrarySoftmax(Planted):
 # --- the iterations ---
 
 
-@planted("split.c", case="saturated_comb", hidden_in="packed_t7_odd")
+@planted("split.c", case="saturated_comb")
 class NineteenIterations(Planted):
     """One iteration short, which a matrix that has converged does not show."""
 
     hc_split_sinkhorn_fwd = kernel(kernels.hc_split_sinkhorn_fwd, steps=STEPS[:-2])
 
 
-@planted("split.c", case="saturated_comb", hidden_in="packed_t7_odd")
+@planted("split.c", case="saturated_comb", hidden_in="one_row")
 class TwentyOneIterations(Planted):
     """One iteration too many, which a matrix that has converged does not show."""
 

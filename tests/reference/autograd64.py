@@ -33,6 +33,11 @@ def gemm_rms(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return x @ weight.T, 1 / (x.square().mean(dim=-1).sqrt() + EPS)
 
 
+def gemm_rms_released(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The same under rsqrt-mean-plus-eps."""
+    return x @ weight.T, 1 / (x.square().mean(dim=-1) + EPS).sqrt()
+
+
 def post(r_old: Tensor, y: Tensor, c: Tensor, post_scale: Tensor) -> Tensor:
     """Stream j receives sum_i C[i, j] R[i] + POST[j] y."""
     return torch.einsum("tij,tid->tjd", c, r_old) + torch.einsum("tj,td->tjd", post_scale, y)
@@ -64,17 +69,20 @@ class BlockTensors:
     gamma: Tensor
 
 
-def mhc_pre(b: BlockTensors) -> tuple[Tensor, Tensor, Tensor]:
+Controller = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def mhc_pre(b: BlockTensors, controller: Controller = gemm_rms) -> tuple[Tensor, Tensor, Tensor]:
     """hidden [T, D] (not rounded), POST [T, 4], C [T, 4, 4]."""
-    p, r = gemm_rms(b.r_old.flatten(1), b.weight)
+    p, r = controller(b.r_old.flatten(1), b.weight)
     alpha = torch.cat([b.alpha_pre.expand(4), b.alpha_post.expand(4), b.alpha_res.expand(16)])
     pre, post_scale, c = split_sinkhorn(r[:, None] * p * alpha + b.bias)
     return aggregate(pre, b.r_old), post_scale, c
 
 
-def block(b: BlockTensors, rounded_hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def block(b: BlockTensors, rounded_hidden: Tensor, controller: Controller = gemm_rms) -> tuple[Tensor, Tensor, Tensor]:
     """r_new [T, 4, D], normalized [T, D], hidden as stored [T, D]."""
-    hidden, post_scale, c = mhc_pre(b)
+    hidden, post_scale, c = mhc_pre(b, controller)
     stored = hidden + (rounded_hidden - hidden).detach()
     return post(b.r_old, b.y, c, post_scale), rmsnorm(stored, b.gamma), stored
 

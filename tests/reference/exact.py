@@ -139,12 +139,16 @@ class GemmRms:
     s: Vector
     norm: Vector
     q: Vector
+    mean: Vector | None = None  # under rsqrt-mean-plus-eps, which has no norm and no q
 
 
-def gemm_rms_fwd(x: Matrix, weight: Matrix, eps: F32, fn: Elementary) -> GemmRms:
+def gemm_rms_fwd(x: Matrix, weight: Matrix, eps: F32, fn: Elementary, *, released: bool = False) -> GemmRms:
     root_k = sqrt_f32(len(weight[0]))
     p = [[dot(row, w) for w in weight] for row in x]
     s = [dot(row, row) for row in x]
+    if released:
+        mean = [v / round_f32(len(weight[0])) + eps for v in s]
+        return GemmRms(p, [fn.rsqrt(v) for v in mean], s, [], [], mean)
     norm = [fn.sqrt(v) for v in s]
     q = [v / root_k for v in norm]
     r = [ONE / (v + eps) for v in q]
@@ -155,9 +159,12 @@ def gemm_rms_bwd(dp: Matrix, dr: Vector, x: Matrix, weight: Matrix, saved: GemmR
     k = len(weight[0])
     dx = []
     for t, row in enumerate(x):
-        q, r = saved.q[t], saved.r[t]
-        scale = ONE if q.is_zero else round_f32(k) * q
-        leg = [dr[t] * ((-(r * r) * v) / scale) for v in row]
+        r = saved.r[t]
+        if saved.mean is None:
+            slope, scale = -(r * r), ONE if saved.q[t].is_zero else round_f32(k) * saved.q[t]
+        else:
+            slope, scale = -((r * r) * r), round_f32(k)
+        leg = [dr[t] * ((slope * v) / scale) for v in row]
         gemm = [dot(dp[t], w_column) for w_column in columns(weight, k)]
         dx.append([a + b for a, b in zip(gemm, leg, strict=True)])
     x_columns = columns(x, k)

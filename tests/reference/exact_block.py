@@ -88,9 +88,9 @@ class BlockGrads:
     controller: ControllerGrads
 
 
-def pre_fwd(b: BlockInput, fn: Elementary) -> Pre:
+def pre_fwd(b: BlockInput, fn: Elementary, *, released: bool = False) -> Pre:
     x_flat = [[value for stream in token for value in stream] for token in b.r_old]
-    gemm = gemm_rms_fwd(x_flat, b.weight, EPS, fn)
+    gemm = gemm_rms_fwd(x_flat, b.weight, EPS, fn, released=released)
     m = [[r * p for p in row] for r, row in zip(gemm.r, gemm.p, strict=True)]
     h = [[v * a + bias for v, a, bias in zip(row, b.alpha, b.bias, strict=True)] for row in m]
     split = [split_sinkhorn_row(row, fn) for row in h]
@@ -119,8 +119,8 @@ def pre_bwd(dhidden: Matrix, dpost: Matrix, dc: Cube, b: BlockInput, saved: Pre)
     return d_r_old, controller
 
 
-def block_fwd(b: BlockInput, fn: Elementary) -> Block:
-    pre = pre_fwd(b, fn)
+def block_fwd(b: BlockInput, fn: Elementary, *, released: bool = False) -> Block:
+    pre = pre_fwd(b, fn, released=released)
     norm = rmsnorm_fwd(pre.hidden, b.gamma, EPS, fn)
     r_new = [
         post_fwd_row(token, y, split.c, split.post) for token, y, split in zip(b.r_old, b.y, pre.split, strict=True)

@@ -31,10 +31,21 @@ struct Forward {
     }
   }
 
+  bool released() const { return a.q == nullptr; }
+
+  void mean(Range some) const {
+    const float eps = static_cast<float>(a.mhc_eps);
+    if (released()) kernels.gemm_rms_mean(some.end - some.begin, k(), eps, a.s + some.begin, a.norm + some.begin);
+  }
+
   void control(Range some) const {
     const std::int64_t t = some.begin, count = some.end - some.begin;
-    elementary(MHC_SQRT, count, a.s + t, a.norm + t);
-    kernels.gemm_rms_scale(count, k(), static_cast<float>(a.mhc_eps), a.norm + t, a.q + t, a.r + t);
+    if (released()) {
+      elementary(MHC_RSQRT, count, a.norm + t, a.r + t);
+    } else {
+      elementary(MHC_SQRT, count, a.s + t, a.norm + t);
+      kernels.gemm_rms_scale(count, k(), static_cast<float>(a.mhc_eps), a.norm + t, a.q + t, a.r + t);
+    }
     kernels.controller_fwd(some, a.p, a.r, alpha3, a.bias, a.h);
     kernels.split_shift(some, a.h, a.exps);
   }
@@ -66,7 +77,10 @@ struct Forward {
   }
 
   void run(Range some) const {
-    if (packed != nullptr) fold(some);
+    if (packed != nullptr) {
+      fold(some);
+      mean(some);
+    }
     if (runs(kControl)) control(some);
     if (runs(kMix)) mix(some);
     if (runs(kNormalize)) normalize(some);
@@ -80,6 +94,7 @@ void forward(const Kernels& kernels, std::int32_t threads, const mhc_block_forwa
   // With few tiles the fold is spread over chains as well, and what follows it over single tokens.
   if (folds && a.tokens < kernels.lanes * 2 * threads) {
     fold_k(kernels, threads, fold);
+    block.mean({0, a.tokens});
     if (a.last == kFold) return;
   } else if (folds) {
     const Floats packed(packed_w_size(kernels, fold));

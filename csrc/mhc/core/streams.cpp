@@ -85,9 +85,10 @@ int32_t mhc_aggregate_bwd(const mhc_call* call, int64_t tokens, int64_t hidden, 
   });
 }
 
-int32_t mhc_rmsnorm_mean(const mhc_call* call, int64_t tokens, int64_t hidden, mhc_rows x, float eps, float* mean) {
+int32_t mhc_rmsnorm_mean(const mhc_call* call, int64_t tokens, int64_t hidden, mhc_rows x, double eps,
+                         float* mean) {
   return over_tokens(call, tokens, [&](const Kernels& kernels, Range some) {
-    kernels.rmsnorm_mean(some, hidden, x, eps, mean);
+    kernels.rmsnorm_mean(some, hidden, x, static_cast<float>(eps), mean);
   });
 }
 

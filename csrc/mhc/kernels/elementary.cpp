@@ -99,6 +99,13 @@ void elementary(std::int32_t function, std::int64_t count, const float* x, float
   }
 }
 
+void gemm_rms_mean(std::int64_t tokens, std::int64_t k, float eps, const float* s, float* mean) {
+  const F32 width = splat(static_cast<float>(k));
+  for_lanes(0, tokens, [&](std::int64_t at, auto some) {
+    store(mean + at, load(s + at, some) / width + splat(eps), some);
+  });
+}
+
 void gemm_rms_scale(std::int64_t tokens, std::int64_t k, float eps, const float* norm, float* q, float* r) {
   const F32 root_k = splat(static_cast<float>(__builtin_sqrt(static_cast<double>(k))));
   for_lanes(0, tokens, [&](std::int64_t at, auto some) {

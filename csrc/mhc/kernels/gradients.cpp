@@ -15,15 +15,21 @@ constexpr int kTokens = kLanes == 16 ? 4 : 4;
 // What a column segment of one token gets beyond the fold over n; all of it elementwise.
 struct Leg {
   const InputGrad& grad;
-  float scale, denominator, dr;  // of the token: -(r*r), K*q or 1, dr
+  float scale, denominator, dr;  // of the token: -(r*r) and K*q or 1, or -((r*r)*r) and K; and dr
   std::int64_t token;
 
   explicit Leg(const InputGrad& g, std::int64_t t) : grad(g), scale(0), denominator(1), dr(0), token(t) {
     if (g.r == nullptr) return;
-    const float q = g.q[t];
-    scale = -(g.r[t] * g.r[t]);
-    denominator = q == 0.0f ? 1.0f : static_cast<float>(g.k) * q;
+    const float r = g.r[t], width = static_cast<float>(g.k);
     dr = g.dr[t];
+    if (g.q == nullptr) {
+      scale = -((r * r) * r);
+      denominator = width;
+    } else {
+      const float q = g.q[t];
+      scale = -(r * r);
+      denominator = q == 0.0f ? 1.0f : width * q;
+    }
   }
 
   template <typename Some>

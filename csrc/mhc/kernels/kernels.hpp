@@ -25,7 +25,7 @@ struct InputGrad {
   Rows dy;               // [tokens, n], FP32 or BF16
   const float* packed;   // from pack_columns
   float* out;            // [tokens, k]
-  // The RMS leg; r is NULL without it.
+  // The RMS leg; r is NULL without it, q under rsqrt-mean-plus-eps.
   Rows x;
   const float *dr, *r, *q;
   // The block's legs; pre is NULL without the first, c without the second. k = 4 * hidden.
@@ -52,6 +52,8 @@ struct Kernels {
   void (*fold_n)(const InputGrad& grad, Range tokens, Range panels);
   // dw[n, k] = fold_m dy x for columns in the range.
   void (*fold_m)(Rows dy, Rows x, std::int64_t m, std::int64_t n, std::int64_t k, Range columns, float* dw);
+  // mean[t] = s[t] / K + eps.
+  void (*gemm_rms_mean)(std::int64_t tokens, std::int64_t k, float eps, const float* s, float* mean);
   void (*gemm_rms_scale)(std::int64_t tokens, std::int64_t k, float eps, const float* norm, float* q, float* r);
 
   void (*controller_fwd)(Range tokens, const float* p, const float* r, const float* alpha3, const float* bias,

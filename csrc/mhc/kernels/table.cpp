@@ -10,6 +10,7 @@ void pack_columns(Rows, std::int64_t, std::int64_t, Range, float*);
 void fold_n(const InputGrad&, Range, Range);
 void fold_m(Rows, Rows, std::int64_t, std::int64_t, std::int64_t, Range, float*);
 std::int64_t panel_columns();
+void gemm_rms_mean(std::int64_t, std::int64_t, float, const float*, float*);
 void gemm_rms_scale(std::int64_t, std::int64_t, float, const float*, float*, float*);
 void controller_fwd(Range, const float*, const float*, const float*, const float*, float*);
 void controller_bwd(Range, const float*, const float*, const float*, const float*, float*, float*);
@@ -58,9 +59,9 @@ float multiply_add(std::int64_t steps) {
 
 const Kernels kKernels = {
     kLanes,         kChains,          panel_columns(), pack_chains,   fold_k,      fold_k_few,
-    pack_columns,   fold_n,           fold_m,          gemm_rms_scale, controller_fwd, controller_bwd,
-    controller_folds, split_shift,    split_fwd,       split_bwd,     post_fwd,    post_bwd,
-    aggregate_fwd,  aggregate_bwd,    rmsnorm_mean,    rmsnorm_fwd,   rmsnorm_dx,  rmsnorm_dgamma,
-    elementary,     multiply_add,     std::int64_t{2} * kIndependent * kLanes};
+    pack_columns,   fold_n,           fold_m,          gemm_rms_mean, gemm_rms_scale, controller_fwd,
+    controller_bwd, controller_folds, split_shift,     split_fwd,     split_bwd,      post_fwd,
+    post_bwd,       aggregate_fwd,    aggregate_bwd,   rmsnorm_mean,  rmsnorm_fwd,    rmsnorm_dx,
+    rmsnorm_dgamma, elementary,     multiply_add,     std::int64_t{2} * kIndependent * kLanes};
 
 }  // namespace mhc::MHC_LEVEL

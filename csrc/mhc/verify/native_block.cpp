@@ -10,7 +10,8 @@ Forward block_forward(const Batch& batch) {
   const auto floats = [tokens](std::size_t width) { return Floats(tokens * width); };
   Forward out;
   PreForward& pre = out.pre;
-  pre.gemm = {floats(kControllerN), floats(1), floats(1)};
+  const bool with_q = batch.formula == ControllerRms::kInverseRmsPlusEps;
+  pre.gemm = {batch.formula, floats(kControllerN), floats(1), floats(with_q ? 1 : 0)};
   pre.h = floats(kControllerN);
   pre.split = {floats(kStreams), floats(kStreams), floats(16), {}};
   pre.hidden.resize(tokens * d);
@@ -26,7 +27,7 @@ Forward block_forward(const Batch& batch) {
   args.r_old = rows(batch.r_old, k), args.y = rows(batch.y_sublayer, d), args.gamma = rows(batch.gamma, d);
   args.weight = batch.weight.data(), args.bias = batch.bias.data();
   args.alpha_pre = &batch.alpha_pre, args.alpha_post = &batch.alpha_post, args.alpha_res = &batch.alpha_res;
-  args.p = pre.gemm.p.data(), args.q = pre.gemm.q.data(), args.r = pre.gemm.r.data();
+  args.p = pre.gemm.p.data(), args.q = with_q ? pre.gemm.q.data() : nullptr, args.r = pre.gemm.r.data();
   args.s = s.data(), args.norm = norm.data(), args.h = pre.h.data();
   args.sig = sig.data(), args.exps = exps.data(), args.softmax = softmax.data();
   args.pre = pre.split.pre.data(), args.post = pre.split.post.data(), args.c = pre.split.c.data();
@@ -60,7 +61,7 @@ Backward block_backward(const Batch& batch, const Forward& saved, const Arriving
   args.d_residual = rows(grads.d_residual, d), args.hidden_saved = rows(pre.hidden, d);
   args.weight = batch.weight.data();
   args.alpha_pre = &batch.alpha_pre, args.alpha_post = &batch.alpha_post, args.alpha_res = &batch.alpha_res;
-  args.p = pre.gemm.p.data(), args.q = pre.gemm.q.data(), args.r = pre.gemm.r.data();
+  args.p = pre.gemm.p.data(), args.q = q_of(pre.gemm), args.r = pre.gemm.r.data();
   args.softmax = arrays.softmax.data();
   args.sig_pre = rows(arrays.sig_pre, kStreams), args.sig_post = rows(arrays.sig_post, kStreams);
   args.pre = pre.split.pre.data(), args.post = pre.split.post.data(), args.c = pre.split.c.data();

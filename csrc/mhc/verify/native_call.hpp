@@ -24,6 +24,11 @@ inline std::uint16_t* bits(Bf16s& data) {
   return reinterpret_cast<std::uint16_t*>(data.data());
 }
 
+// NULL, which is how the C interface is told of rsqrt-mean-plus-eps, or q.
+inline const float* q_of(const GemmRms& saved) {
+  return saved.formula == ControllerRms::kRsqrtMeanPlusEps ? nullptr : saved.q.data();
+}
+
 // What the driver hands from a forward to its backward, from and to the arrays of the C interface: sig[T, 8] is the
 // sigmoids of PRE and POST, softmax[T, 16]. The backend recomputes the steps, so those stay zero.
 std::vector<SinkhornSaved> saved_of(const Floats& sig, const Floats& softmax, std::size_t tokens);

@@ -60,12 +60,18 @@ Floats split_sinkhorn_bwd(const Floats& dpre, const Floats& dpost, const Floats&
   return dh;
 }
 
-GemmRms gemm_rms_fwd(const Floats& x, const Floats& weight, Sizes sizes) {
+GemmRms gemm_rms_fwd(const Floats& x, const Floats& weight, ControllerRms formula, Sizes sizes) {
   const std::size_t tokens = sizes.tokens, k = sizes.flat_k();
-  GemmRms out{Floats(tokens * kControllerN), Floats(tokens), Floats(tokens)};
+  GemmRms out{formula, Floats(tokens * kControllerN), Floats(tokens), {}};
   Floats norm(tokens);
   check(mhc_fold_k(native_call(), count(tokens), count(kControllerN), count(k), rows(x, k), rows(weight, k),
                    out.p.data(), norm.data()));
+  if (formula == ControllerRms::kRsqrtMeanPlusEps) {
+    check(mhc_gemm_rms_mean(native_call(), count(tokens), count(k), kEps, norm.data(), out.r.data()));
+    elementary(Function::kRsqrt, out.r, out.r);
+    return out;
+  }
+  out.q.resize(tokens);
   elementary(Function::kSqrt, norm, norm);
   check(mhc_gemm_rms_scale(native_call(), count(tokens), count(k), kEps, norm.data(), out.q.data(), out.r.data()));
   return out;
@@ -76,7 +82,7 @@ GemmGrads gemm_rms_bwd(const Floats& dp, const Floats& dr, const Floats& x, cons
   const std::size_t k = sizes.flat_k();
   GemmGrads grads{Floats(sizes.tokens * k), Floats(kControllerN * k)};
   check(mhc_gemm_rms_bwd(native_call(), count(sizes.tokens), count(k), dp.data(), dr.data(), rows(x, k),
-                         rows(weight, k), saved.q.data(), saved.r.data(), grads.dx.data(), grads.dw.data()));
+                         rows(weight, k), q_of(saved), saved.r.data(), grads.dx.data(), grads.dw.data()));
   return grads;
 }
 

@@ -20,7 +20,7 @@ PreForward pre_fwd(const Batch& batch) {
   PreForward out;
   out.x_flat.reserve(batch.r_old.size());
   for (const Bf16 value : batch.r_old) out.x_flat.push_back(widen(value));
-  out.gemm = gemm_rms_fwd(out.x_flat, batch.weight, batch.sizes);
+  out.gemm = gemm_rms_fwd(out.x_flat, batch.weight, batch.formula, batch.sizes);
   const std::size_t logits = batch.sizes.tokens * kControllerN;
   out.m.resize(logits);
   out.h.resize(logits);

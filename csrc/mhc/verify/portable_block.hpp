@@ -7,6 +7,7 @@ namespace mhc::portable {
 
 struct Batch {
   Sizes sizes;
+  ControllerRms formula;
   Bf16s r_old, y_sublayer;  // [T, 4, D], [T, D]
   Floats weight;            // [24, K]
   float alpha_pre, alpha_post, alpha_res;

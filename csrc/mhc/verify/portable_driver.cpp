@@ -3,8 +3,8 @@
 //   portable_driver CASES RESULTS [--stride N] [--isa NAME]
 //   portable_driver --isas
 //
-// Kinds: "block" and "block-mixer-frozen" (forward and backward; the second leaves the controller gradients out),
-// "hc_split_sinkhorn", "rmsnorm_residual". The results of a case bear the names of the golden manifest. With --stride,
+// Kinds: "block" and "block-mixer-frozen" (forward and backward; the second leaves the controller gradients out), each
+// also with "-rsqrt-mean" (controller_rms), "hc_split_sinkhorn", "rmsnorm_residual". The results of a case bear the names of the golden manifest. With --stride,
 // print a checksum of each elementary function over every N-th FP32 input, in the manner of verify_elementary. Which
 // implementation runs is decided by what this file is linked with (portable_backend.hpp); --isa chooses one of its levels
 // of instructions, --isas lists them, a line each.
@@ -17,6 +17,7 @@
 #include <cstdlib>
 #include <exception>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -28,6 +29,8 @@
 namespace mhc::portable {
 
 namespace {
+
+constexpr std::string_view kRsqrtMean = "-rsqrt-mean";
 
 Sizes sizes_of(const Case& input, const std::string& tensor, std::size_t rank) {
   const Shape& shape = input.get(tensor).shape;
@@ -47,6 +50,7 @@ Floats gamma_of(const Case& input, std::size_t hidden) {
 Batch batch_of(const Case& input) {
   const Sizes sizes = sizes_of(input, "r_old", 3);
   return {sizes,
+          input.kind.ends_with(kRsqrtMean) ? ControllerRms::kRsqrtMeanPlusEps : ControllerRms::kInverseRmsPlusEps,
           input.bf16s("r_old", {sizes.tokens, kStreams, sizes.hidden}),
           input.bf16s("y_sublayer", {sizes.tokens, sizes.hidden}),
           input.floats("weight", {kControllerN, sizes.flat_k()}),
@@ -139,8 +143,10 @@ void run_rmsnorm(const Case& input, Case& out) {
 
 Case run(const Case& input) {
   Case out{input.kind, input.name, {}};
-  if (input.kind == "block" || input.kind == "block-mixer-frozen") {
-    run_block(input, out, input.kind == "block");
+  std::string block = input.kind;
+  if (block.ends_with(kRsqrtMean)) block.resize(block.size() - kRsqrtMean.size());
+  if (block == "block" || block == "block-mixer-frozen") {
+    run_block(input, out, block == "block");
   } else if (input.kind == "hc_split_sinkhorn") {
     run_sinkhorn(input, out);
   } else if (input.kind == "rmsnorm_residual") {

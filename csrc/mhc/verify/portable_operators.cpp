@@ -32,16 +32,19 @@ GemmGrads fixed_k_gemm_bwd(const Floats& dy, const Floats& x, const Floats& w, G
   return grads;
 }
 
-GemmRms gemm_rms_fwd(const Floats& x, const Floats& weight, Sizes sizes) {
+GemmRms gemm_rms_fwd(const Floats& x, const Floats& weight, ControllerRms formula, Sizes sizes) {
   const std::size_t k = sizes.flat_k();
   const float root_of_k = static_cast<float>(std::sqrt(static_cast<double>(k)));
-  GemmRms out{fixed_k_gemm_fwd(x, weight, {sizes.tokens, kControllerN, k}), Floats(sizes.tokens),
-              Floats(sizes.tokens)};
+  GemmRms out{formula, fixed_k_gemm_fwd(x, weight, {sizes.tokens, kControllerN, k}), {}, {}};
   for (std::size_t t = 0; t < sizes.tokens; ++t) {
     const float* row = &x[t * k];
     const float s = fixed_sum(k, [&](std::size_t i) { return row[i] * row[i]; });
-    out.q[t] = div_rn(sqrt_rn(s), root_of_k);
-    out.r[t] = div_rn(1.0f, out.q[t] + kEps);
+    if (formula == ControllerRms::kRsqrtMeanPlusEps) {
+      out.r.push_back(rsqrt_rn(div_rn(s, static_cast<float>(k)) + kEps));
+    } else {
+      out.q.push_back(div_rn(sqrt_rn(s), root_of_k));
+      out.r.push_back(div_rn(1.0f, out.q[t] + kEps));
+    }
   }
   return out;
 }
@@ -52,10 +55,14 @@ GemmGrads gemm_rms_bwd(const Floats& dp, const Floats& dr, const Floats& x, cons
   const auto k_rounded = static_cast<float>(k);
   GemmGrads grads = fixed_k_gemm_bwd(dp, x, weight, {sizes.tokens, kControllerN, k});
   for (std::size_t t = 0; t < sizes.tokens; ++t) {
-    const float r = saved.r[t], q = saved.q[t];
-    const float denominator = q == 0.0f ? 1.0f : k_rounded * q;
+    const float r = saved.r[t];
+    float slope = -(r * r * r), denominator = k_rounded;
+    if (saved.formula == ControllerRms::kInverseRmsPlusEps) {
+      slope = -(r * r);
+      denominator = saved.q[t] == 0.0f ? 1.0f : k_rounded * saved.q[t];
+    }
     for (std::size_t i = t * k; i < (t + 1) * k; ++i) {
-      grads.dx[i] = grads.dx[i] + dr[t] * div_rn(-(r * r) * x[i], denominator);
+      grads.dx[i] = grads.dx[i] + dr[t] * div_rn(slope * x[i], denominator);
     }
   }
   return grads;

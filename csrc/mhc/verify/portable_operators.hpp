@@ -52,16 +52,19 @@ Split split_sinkhorn_fwd(const Floats& h);
 Floats split_sinkhorn_bwd(const Floats& dpre, const Floats& dpost, const Floats& dc,
                           const std::vector<SinkhornSaved>& saved);  // dh[T, 24]
 
-// 2. fp32_gemm_rms: x[T, K], weight[24, K].
+// 2. fp32_gemm_rms: x[T, K], weight[24, K]. The formula of r is the contract's controller_rms.
+enum class ControllerRms { kInverseRmsPlusEps, kRsqrtMeanPlusEps };
+
 struct GemmRms {
-  Floats p, r, q;  // [T, 24], [T], [T]
+  ControllerRms formula;
+  Floats p, r, q;  // [T, 24], [T], [T]; q is empty under rsqrt-mean-plus-eps
 };
 
 struct GemmGrads {
   Floats dx, dw;
 };
 
-GemmRms gemm_rms_fwd(const Floats& x, const Floats& weight, Sizes sizes);
+GemmRms gemm_rms_fwd(const Floats& x, const Floats& weight, ControllerRms formula, Sizes sizes);
 GemmGrads gemm_rms_bwd(const Floats& dp, const Floats& dr, const Floats& x, const Floats& weight, const GemmRms& saved,
                        Sizes sizes);
 

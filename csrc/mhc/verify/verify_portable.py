@@ -1,4 +1,4 @@
-"""Hold the C++ block against the golden manifest of the portable profile.
+"""Hold the C++ block against the golden manifests of the portable profile.
 
     python csrc/mhc/verify/verify_portable.py --driver build/portable_driver
     python csrc/mhc/verify/verify_portable.py --driver 'qemu-aarch64 build/portable_driver_arm'
@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from rl_engine.mhc.bits import tensor_bytes
+from rl_engine.mhc.contract import RELEASED_RMS
 from rl_engine.mhc.elementary import PORTABLE_PROFILE, for_profile
 from rl_engine.mhc.fixtures import (
     GOLDEN_CASES,
@@ -65,9 +66,11 @@ class Case:
 
 
 def fixture_cases() -> Iterator[Case]:
-    """The inputs of every case of the portable manifest."""
+    """The inputs of every case of the portable manifests."""
     for name, case in GOLDEN_CASES[PORTABLE_PROFILE].items():
-        yield _block_case(name, "block" if case.trainability == "full" else f"block-{case.trainability}")
+        kind = "block" if case.trainability == "full" else f"block-{case.trainability}"
+        yield Case(kind, name, _block_tensors(name))
+        yield Case(f"{kind}-rsqrt-mean", f"{name} under {RELEASED_RMS}", _block_tensors(name))
     edges = make_sinkhorn_edge_inputs(PORTABLE_PROFILE)
     yield Case("hc_split_sinkhorn", SINKHORN_EDGES, dict(zip(("h", "dpre", "dpost", "dc"), edges, strict=True)))
     rows = make_rms_edge_inputs(numeric_profile=PORTABLE_PROFILE)
@@ -187,14 +190,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Verify each driver; exit 0 where all is equal, else 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--driver", action="append", required=True, help="the command that runs the driver")
-    parser.add_argument("--manifest", type=Path, help="compare with this one instead of the committed one")
+    parser.add_argument("--manifest", type=Path, help="in the place of the committed one of P1's formula")
     parser.add_argument(
         "--stride", type=_stride, default=0, help="also run every N-th input of the elementary functions"
     )
     options = parser.parse_args(argv)
     say = _progress()
     try:
-        manifest = load_manifest(options.manifest, numeric_profile=PORTABLE_PROFILE)
+        manifest = published(options.manifest)
         say("drawing the inputs")
         with tempfile.TemporaryDirectory() as folder:
             cases = Path(folder) / "cases"
@@ -212,13 +215,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if all(verdicts) else 1
 
 
-def _block_case(name: str, kind: str) -> Case:
+def published(path: Path | None) -> Manifest:
+    """The hashes at ``path`` (default: the committed ones of P1's formula), and the committed ones of the other."""
+    manifest = load_manifest(path, numeric_profile=PORTABLE_PROFILE)
+    other = load_manifest(numeric_profile=PORTABLE_PROFILE, controller_rms=RELEASED_RMS)
+    cases = {f"{name} under {RELEASED_RMS}": hashes for name, hashes in other["cases"].items()}
+    return {**manifest, "cases": manifest["cases"] | cases}
+
+
+def _block_tensors(name: str) -> Tensors:
     batch = make_batch(name, numeric_profile=PORTABLE_PROFILE)
     grads, controller = make_grads(name, batch), batch.controller
     tensors = {"r_old": batch.r_old, "y_sublayer": batch.y_sublayer, "gamma": batch.norm.gamma}
     tensors |= {key: getattr(controller, key) for key in ("weight", "alpha_pre", "alpha_post", "alpha_res", "bias")}
     tensors |= {key: getattr(grads, key) for key in ("d_r_new", "d_normalized", "d_residual")}
-    return Case(kind, name, tensors)
+    return tensors
 
 
 def _text(value: str) -> bytes:

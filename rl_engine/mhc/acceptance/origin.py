@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from rl_engine.mhc.acceptance.judge import guarded
 from rl_engine.mhc.acceptance.observed import Observed
 from rl_engine.mhc.acceptance.verdict import Check, Divergence
-from rl_engine.mhc.contract import ORACLE_PROFILE
+from rl_engine.mhc.contract import CONTROLLER_RMS, ORACLE_PROFILE, P1_RMS
 from rl_engine.mhc.fixtures import GOLDEN_CASES, golden_manifest, load_manifest, moved_hashes
 from rl_engine.mhc.provider import REFERENCE_BACKEND, ReferenceProvider
 
@@ -55,7 +56,14 @@ def provenance(observed: Observed) -> dict[str, Any]:
     }
 
 
-def golden_check(device: torch.device, numeric_profile: str) -> Check:
+def golden_checks(device: torch.device, numeric_profile: str, formulas: Collection[str]) -> list[Check]:
+    """``golden_check`` of P1's formula of the controller's scale, and of those of ``formulas`` that have hashes."""
+    others = [formula for formula in CONTROLLER_RMS if formula != P1_RMS and formula in formulas]
+    wanted = [P1_RMS, *(others if numeric_profile in GOLDEN_CASES else [])]
+    return [golden_check(device, numeric_profile, formula) for formula in wanted]
+
+
+def golden_check(device: torch.device, numeric_profile: str, controller_rms: str = P1_RMS) -> Check:
     """The oracle's bytes on this machine against the published ones.
 
     Those of the oracle profile were made with torch 2.13 on x86-64 with AVX2 or AVX-512, as it takes exp, sigmoid,
@@ -63,10 +71,12 @@ def golden_check(device: torch.device, numeric_profile: str) -> Check:
     its own machine. Those of the portable profile hold on every machine.
     """
     name = "the oracle's bytes are the published ones"
+    if controller_rms != P1_RMS:
+        name += f" under {controller_rms}"
     if device.type != "cpu" or numeric_profile not in GOLDEN_CASES:
         return Check(GOLDEN_GROUP, name, "", "note", 0, f"nothing is published for {numeric_profile} on {device.type}")
-    published = load_manifest(numeric_profile=numeric_profile)
-    here = golden_manifest(numeric_profile=numeric_profile)
+    published = load_manifest(numeric_profile=numeric_profile, controller_rms=controller_rms)
+    here = golden_manifest(numeric_profile=numeric_profile, controller_rms=controller_rms)
     total = sum(len(hashes) for hashes in published["cases"].values())
     moved = moved_hashes(published, here)
     detail = f"{total - len(moved)} of {total} hashes"

@@ -11,9 +11,16 @@ import torch
 from rl_engine.mhc.acceptance.judge import guarded
 from rl_engine.mhc.acceptance.observed import Observed
 from rl_engine.mhc.acceptance.verdict import Check, Divergence
-from rl_engine.mhc.block import SUPPORTED_FUSION, SUPPORTED_PLACEMENTS, SUPPORTED_TRAINABILITY, mhc_block_forward
+from rl_engine.mhc.block import (
+    SUPPORTED_CONTROLLER_RMS,
+    SUPPORTED_FUSION,
+    SUPPORTED_PLACEMENTS,
+    SUPPORTED_TRAINABILITY,
+    mhc_block_forward,
+)
 from rl_engine.mhc.capabilities import declared_names
 from rl_engine.mhc.contract import (
+    CONTROLLER_RMS,
     FUSION_MODES,
     HC_MULT,
     PLACEMENTS,
@@ -29,6 +36,7 @@ _MODES = {
     "fusion_modes": ("fusion_mode", FUSION_MODES, SUPPORTED_FUSION),
     "trainability": ("trainability", TRAINABILITY_MODES, SUPPORTED_TRAINABILITY),
     "placements": ("placement", PLACEMENTS, SUPPORTED_PLACEMENTS),
+    "controller_rms": ("controller_rms", CONTROLLER_RMS, SUPPORTED_CONTROLLER_RMS),
 }
 
 
@@ -61,10 +69,15 @@ def _declaration(provider: Any) -> Check:
 
 
 def _signatures(provider: Any) -> Check:
-    """Every operator takes the parameters of the protocol, in its order."""
-    wrong = []
+    """Every operator takes the parameters of the protocol, in its order.
+
+    Who serves P1's formula alone need not take the name of one.
+    """
+    wrong, formulas = [], len(declared_names(provider.capabilities(), "controller_rms"))
     for operator in OPERATORS:
         wanted = parameters_of(getattr(OperatorSet, operator))
+        if formulas < len(CONTROLLER_RMS):
+            wanted = tuple(name for name in wanted if name != "controller_rms")
         got, error = guarded(functools.partial(parameters_of, getattr(provider, operator)))
         if error is not None or got[: len(wanted)] != wanted:
             wrong.append(f"{operator}({', '.join(got or ())}), want ({', '.join(wanted)})")

@@ -18,11 +18,12 @@ from rl_engine.mhc.acceptance.judge import Run, changed, compare, copied, guarde
 from rl_engine.mhc.acceptance.observed import Observed
 from rl_engine.mhc.acceptance.operator_cases import OPERATOR_CASES, OperatorCase
 from rl_engine.mhc.acceptance.operator_laws import OperatorProber
-from rl_engine.mhc.acceptance.origin import environment, golden_check, origin_checks, provenance
+from rl_engine.mhc.acceptance.origin import environment, golden_checks, origin_checks, provenance
 from rl_engine.mhc.acceptance.refusals import refusal_checks
 from rl_engine.mhc.acceptance.verdict import Check, Divergence, Verdict
 from rl_engine.mhc.acceptance.whole_block import has_whole_block, whole_block_check
-from rl_engine.mhc.contract import FUSION_MODES, TRAINABILITY_MODES
+from rl_engine.mhc.capabilities import declared_names
+from rl_engine.mhc.contract import CONTROLLER_RMS, FUSION_MODES, TRAINABILITY_MODES
 from rl_engine.mhc.float_mode import require_subnormals
 from rl_engine.mhc.operators import reference_operators
 from rl_engine.mhc.profiles import NumericProfile, get_profile
@@ -125,7 +126,8 @@ class _Session:
         """Golden hashes, block cases, the sweep over T, operator cases, refusals, origin."""
         swept = [case for case in served if case.name == SWEPT_CASE]
         self.total = len(served) + len(operators) + len(swept) * len(SWEEP_TOKENS) + 3
-        self.step("golden hashes", lambda: [golden_check(self.device, self.profile)])
+        formulas = declared_names(observed.capabilities(), "controller_rms")
+        self.step("golden hashes", lambda: golden_checks(self.device, self.profile, formulas))
         for case in served:
             self.step(case.name, functools.partial(self.block_case, observed, case))
         for case in swept:
@@ -227,12 +229,27 @@ class _Session:
         contract = prober.case.batch.contract
         modes = [("fusion_mode", m) for m in FUSION_MODES if m != contract.fusion_mode]
         modes += [("trainability", m) for m in TRAINABILITY_MODES if m != contract.trainability]
+        yield from self.other_formulas(prober)
         for field, mode in modes:
             other = contract.with_mode(field, mode)
             batch = dataclasses.replace(prober.case.batch, contract=other, weight_fingerprint="")
             case = dataclasses.replace(prober.case, batch=batch)
             if guarded(functools.partial(self.gate, case))[1] is None:
                 yield _mode_check(prober, case, base, f"{field} {mode}")
+
+    def other_formulas(self, prober: Prober) -> Iterator[Check]:
+        """The same batch under the other formula of the controller's scale, where declared: the oracle's bytes."""
+        contract = prober.case.batch.contract
+        for formula in CONTROLLER_RMS:
+            other = contract.with_mode("controller_rms", formula)
+            batch = dataclasses.replace(prober.case.batch, contract=other, weight_fingerprint="")
+            case = dataclasses.replace(prober.case, batch=batch)
+            if formula != contract.controller_rms and guarded(functools.partial(self.gate, case))[1] is None:
+                yield _mode_check(prober, case, None, f"controller_rms {formula}")
+                if has_whole_block(self.provider):
+                    reference = run_block(None, case.batch, case.grads)
+                    name = f"{self.standard()} under {formula}"
+                    yield whole_block_check(self.provider, case, reference, self.known, name)
 
     def sweep(self, observed: Observed, case: Case, tokens: int) -> Iterator[Check]:
         """One batch size of the sweep over T."""
@@ -244,7 +261,8 @@ class _Session:
         yield from OperatorProber(observed, case, inputs, self.profile).all_checks(self.standard())
 
 
-def _mode_check(prober: Prober, case: Case, base: Run, mode: str) -> Check:
+def _mode_check(prober: Prober, case: Case, base: Run | None, mode: str) -> Check:
+    """The oracle's bytes in another mode, and those of ``base`` too where the mode may move none."""
     reference, (got, error) = (
         run_block(None, case.batch, case.grads),
         guarded(lambda: run_block(prober.ops, *layouts.cloned(case.batch, case.grads))),
@@ -252,11 +270,11 @@ def _mode_check(prober: Prober, case: Case, base: Run, mode: str) -> Check:
     found: tuple[Divergence, ...] = (
         (error,) if error is not None else compare(got.tensors, reference.tensors, prober.profile)
     )
-    if not found:
+    if not found and base is not None:
         both = [name for name, t in base.tensors.items() if t is not None and got.tensors[name] is not None]
         found = compare({name: got.tensors[name] for name in both}, {name: base.tensors[name] for name in both})
     status = "fail" if found else "pass"
-    name = f"the same under {mode}"
+    name = f"the same under {mode}" if base is not None else f"equals the oracle under {mode}"
     return Check("modes", name, case.name, status, len(reference.tensors), _summary(found), found)
 
 

@@ -13,7 +13,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from rl_engine.mhc.checks import BF16, FP32, FP32_OR_BF16, check_tensor
-from rl_engine.mhc.contract import HC_MULT, PROD_CONTROLLER_N, LayerContract, ResidualBatch
+from rl_engine.mhc.contract import (
+    CONTROLLER_RMS,
+    HC_MULT,
+    P1_RMS,
+    PROD_CONTROLLER_N,
+    LayerContract,
+    ResidualBatch,
+)
 
 Saved = dict[str, Any]
 """What a forward hands to its backward: a plain dict, so that any provider's operators fit together."""
@@ -37,8 +44,10 @@ class OperatorSet(Protocol):
         """``dh[T, 24]``."""
         ...
 
-    def fp32_gemm_rms_fwd(self, x_flat: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Saved]:
-        """``(P[T, 24], r[T], saved)``."""
+    def fp32_gemm_rms_fwd(
+        self, x_flat: Tensor, weight: Tensor, eps: float, controller_rms: str = P1_RMS
+    ) -> tuple[Tensor, Tensor, Saved]:
+        """``(P[T, 24], r[T], saved)``. A set that serves P1's formula alone may lack the last parameter."""
         ...
 
     def fp32_gemm_rms_bwd(
@@ -183,6 +192,23 @@ def check_arguments(operator: str, **tensors: object) -> dict[str, int]:
         check_tensor(field, value, wanted, argument.dtypes, device, legend)
         device = value.device
     return sizes
+
+
+def check_controller_rms(operator: str, controller_rms: str) -> None:
+    """Raise ``ValueError`` unless the formula of the controller's scale is one of ``CONTROLLER_RMS``."""
+    if controller_rms not in CONTROLLER_RMS:
+        raise ValueError(
+            f"{operator}: controller_rms: got {controller_rms!r}, want one of: {', '.join(CONTROLLER_RMS)}"
+        )
+
+
+def saved_controller_rms(operator: str, saved: Saved) -> str:
+    """The formula that the forward behind ``saved`` ran, which ``saved`` names where it is not P1's."""
+    if not isinstance(saved, dict):
+        raise ValueError(f"{operator}: saved: got {type(saved).__name__}, want the dict of the forward")
+    formula = saved.get("controller_rms", P1_RMS)
+    check_controller_rms(f"{operator}: saved", formula)
+    return str(formula)
 
 
 def check_contract(operator: str, contract: LayerContract | None, numeric_profile: str) -> None:

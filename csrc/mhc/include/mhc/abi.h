@@ -2,7 +2,8 @@
  *
  * Tensors are borrowed: pointers to little-endian FP32 or BF16 elements, token-major, contiguous but for the distance
  * between two rows where a struct mhc_rows says so. Outputs must not overlap inputs. Nothing is kept after a call.
- * No result depends on the instruction set, the thread count, the alignment or the caller's floating-point mode.
+ * No result depends on the instruction set, the thread count, the alignment or the caller's floating-point mode; so an
+ * eps is a double, which becomes FP32 under the library's own mode.
  *
  * T tokens, D hidden, K = 4 D, N = 24 controller outputs (PRE 4, POST 4, COMB 16). Every function returns an mhc_status.
  */
@@ -21,7 +22,7 @@
 extern "C" {
 #endif
 
-#define MHC_ABI_VERSION 1
+#define MHC_ABI_VERSION 2
 
 enum mhc_status { MHC_OK = 0, MHC_WRONG_VERSION = 1, MHC_NO_SUCH_ISA = 2, MHC_BAD_ARGUMENT = 3, MHC_NO_MEMORY = 4 };
 enum mhc_dtype { MHC_FP32 = 0, MHC_BF16 = 1 };
@@ -71,10 +72,13 @@ MHC_EXPORT int32_t mhc_fold_n(const struct mhc_call*, int64_t m, int64_t n, int6
 /* dw[N, K] = fold_m dy x. */
 MHC_EXPORT int32_t mhc_fold_m(const struct mhc_call*, int64_t m, int64_t n, int64_t k, struct mhc_rows dy,
                               struct mhc_rows x, float* dw);
-/* norm = sqrt(s), from the caller's profile -> q = norm / sqrt(K), r = 1 / (q + eps). */
-MHC_EXPORT int32_t mhc_gemm_rms_scale(const struct mhc_call*, int64_t tokens, int64_t k, float eps, const float* norm,
+/* The scale of a row under rsqrt-mean-plus-eps: mean = s / K + eps; r = rsqrt(mean) comes from the caller's profile. */
+MHC_EXPORT int32_t mhc_gemm_rms_mean(const struct mhc_call*, int64_t tokens, int64_t k, double eps, const float* s,
+                                     float* mean);
+/* Under inverse-rms-plus-eps: norm = sqrt(s), from the caller's profile -> q = norm / sqrt(K), r = 1 / (q + eps). */
+MHC_EXPORT int32_t mhc_gemm_rms_scale(const struct mhc_call*, int64_t tokens, int64_t k, double eps, const float* norm,
                                       float* q, float* r);
-/* dx[T, K] = fold_n dp w + the RMS leg; dw[24, K] = fold_t dp x, or NULL. */
+/* dx[T, K] = fold_n dp w + the RMS leg; dw[24, K] = fold_t dp x, or NULL. q is NULL under rsqrt-mean-plus-eps. */
 MHC_EXPORT int32_t mhc_gemm_rms_bwd(const struct mhc_call*, int64_t tokens, int64_t k, const float* dp, const float* dr,
                                     struct mhc_rows x, struct mhc_rows weight, const float* q, const float* r,
                                     float* dx, float* dw);
@@ -91,8 +95,8 @@ MHC_EXPORT int32_t mhc_aggregate_bwd(const struct mhc_call*, int64_t tokens, int
                                      const float* pre, struct mhc_rows r_old, float* dr_old, float* dpre);
 
 /* rmsnorm_residual. mean[T] = fold_d(x x) / D + eps; r = rsqrt(mean) comes from the caller's profile. */
-MHC_EXPORT int32_t mhc_rmsnorm_mean(const struct mhc_call*, int64_t tokens, int64_t hidden, struct mhc_rows x, float eps,
-                                    float* mean);
+MHC_EXPORT int32_t mhc_rmsnorm_mean(const struct mhc_call*, int64_t tokens, int64_t hidden, struct mhc_rows x,
+                                    double eps, float* mean);
 MHC_EXPORT int32_t mhc_rmsnorm_fwd(const struct mhc_call*, int64_t tokens, int64_t hidden, struct mhc_rows x,
                                    struct mhc_rows gamma, const float* r, uint16_t* y, uint16_t* residual);
 MHC_EXPORT int32_t mhc_rmsnorm_bwd(const struct mhc_call*, int64_t tokens, int64_t hidden, struct mhc_rows dy,
@@ -105,7 +109,8 @@ MHC_EXPORT int32_t mhc_rmsnorm_bwd(const struct mhc_call*, int64_t tokens, int64
  *   2  sig, exps -> softmax, pre, post, c, hidden, mean, r_new | then inv_rms = rsqrt(mean)
  *   3  inv_rms -> normalized, residual
  * What stands after the bar is the caller's between two calls (portable == 0), or the library's own (portable == 1; then
- * norm, sig, exps and inv_rms are outputs). Every field is eight bytes wide. */
+ * norm, sig, exps and inv_rms are outputs). With q NULL the scale is that of rsqrt-mean-plus-eps: stage 0 leaves
+ * norm = s / K + eps, then r = rsqrt(norm), and stage 1 takes r. Every field is eight bytes wide. */
 struct mhc_block_forward_args {
   int64_t tokens, hidden;
   int64_t first, last, portable;
@@ -122,9 +127,9 @@ struct mhc_block_forward_args {
 };
 MHC_EXPORT int32_t mhc_block_forward(const struct mhc_call*, const struct mhc_block_forward_args*);
 
-/* Without with_post (0) the post leg is left out and d_post, d_c are inputs; without with_norm the norm is left out and
- * d_hidden_in is the input that d_hidden would be. d_weight and the four that follow may be NULL together
- * (mixer-frozen). */
+/* q is NULL under rsqrt-mean-plus-eps. Without with_post (0) the post leg is left out and d_post, d_c are inputs;
+ * without with_norm the norm is left out and d_hidden_in is the input that d_hidden would be. d_weight and the four that
+ * follow may be NULL together (mixer-frozen). */
 struct mhc_block_backward_args {
   int64_t tokens, hidden;
   int64_t with_post, with_norm;

@@ -13,9 +13,17 @@ from typing import NamedTuple
 import torch
 
 from rl_engine.mhc.backends.native.call import NO_ROWS, dense, new_bf16, new_fp32, one_row, row_contiguous, rows
-from rl_engine.mhc.backends.native.operators import NativeOperators, kept
-from rl_engine.mhc.block import CONTROLLER_GRADS, Grads
-from rl_engine.mhc.contract import HC_MULT, MHC_EPS, PROD_CONTROLLER_N, ControllerParams, GradBoundary, ResidualBatch
+from rl_engine.mhc.backends.native.operators import NativeOperators, kept, scale_of
+from rl_engine.mhc.block import CONTROLLER_GRADS, Grads, require_formula
+from rl_engine.mhc.contract import (
+    HC_MULT,
+    MHC_EPS,
+    PROD_CONTROLLER_N,
+    RELEASED_RMS,
+    ControllerParams,
+    GradBoundary,
+    ResidualBatch,
+)
 from rl_engine.mhc.operators.interface import Saved, check_arguments
 from rl_engine.mhc.operators.reference import need
 
@@ -34,7 +42,10 @@ _WIDTHS = {name: math.prod(shape) for name, shape in _SHAPES.items()} | dict.fro
 
 
 class Forward(NamedTuple):
-    """What a forward leaves: the small FP32 tensors by name, and the BF16 outputs (``None`` where not asked for)."""
+    """What a forward leaves: the small FP32 tensors by name, and the BF16 outputs (``None`` where not asked for).
+
+    Under ``rsqrt-mean-plus-eps`` the mean lies in ``norm``, and ``q`` holds nothing.
+    """
 
     small: dict[str, torch.Tensor]
     hidden: torch.Tensor
@@ -55,7 +66,10 @@ def forward(ops: NativeOperators, batch: ResidualBatch, norm: bool, mix: bool) -
     r_old, y = row_contiguous(batch.r_old), row_contiguous(batch.y_sublayer)
     gamma, parameters = dense(batch.norm.gamma), _parameters(batch.controller)
     outputs = ((hidden, d), (normalized, d), (residual, d), (r_new, HC_MULT * d))
+    released = contract.controller_rms == RELEASED_RMS
     written = [(small[name].data_ptr(), 4 * _WIDTHS[name]) for name in _ORDER]
+    if released:
+        written[_ORDER.index("q")] = (0, 0)
     written += [(0, 0) if t is None else (t.data_ptr(), 2 * width) for t, width in outputs]
     read = (*one_row(gamma), *(p.data_ptr() for p in parameters))
 
@@ -73,7 +87,10 @@ def forward(ops: NativeOperators, batch: ResidualBatch, norm: bool, mix: bool) -
             end = min(begin + _BLOCK, tokens)
             part = small if tokens <= _BLOCK else {name: t[begin:end] for name, t in small.items()}
             call(0, 0, begin, end)
-            ops.fill(part["norm"], "sqrt", part["s"])
+            if released:
+                ops.fill(part["r"], "rsqrt", part["norm"])
+            else:
+                ops.fill(part["norm"], "sqrt", part["s"])
             call(1, 1, begin, end)
             ops.split_gates(part["h"], part["sig"], part["softmax"])
             call(2, 2, begin, end)
@@ -86,11 +103,14 @@ def forward(ops: NativeOperators, batch: ResidualBatch, norm: bool, mix: bool) -
 def saved_of(batch: ResidualBatch, done: Forward) -> Saved:
     """The ``saved`` dict of ``mhc_pre``: no FP32 copy of the streams, no Sinkhorn matrices."""
     small, k = done.small, batch.contract.flat_k
-    gemm = {name: small[name] for name in ("s", "norm", "q", "r")} | {"k": k}
+    formula, scale = {}, {"norm": small["norm"], "q": small["q"]}
+    if batch.contract.controller_rms == RELEASED_RMS:
+        formula, scale = {"controller_rms": RELEASED_RMS}, {"mean": small["norm"]}
+    gemm = {"s": small["s"], **scale, "r": small["r"], "k": k, **formula}
     sig_pre, sig_post = small["sig"].split_with_sizes((HC_MULT, HC_MULT), 1)
     split = {"sig_pre": sig_pre, "sig_post": sig_post, "softmax": small["softmax"], "eps": MHC_EPS}
     named = {name: small[name] for name in ("p", "r", "h", "pre", "post", "c")}
-    return {"x_flat": row_contiguous(batch.r_old).flatten(1), **named, "gemm": gemm, "sinkhorn": split}
+    return {"x_flat": row_contiguous(batch.r_old).flatten(1), **named, "gemm": gemm, "sinkhorn": split, **formula}
 
 
 def pre_backward(
@@ -140,9 +160,11 @@ class _Kept:
     def __init__(self, operator: str, batch: ResidualBatch, saved: Saved) -> None:
         tokens = batch.tokens
         need(operator, saved, "gemm", "sinkhorn")
+        require_formula(operator, batch, saved)
         split = saved["sinkhorn"]
-        small = [kept(operator, saved, "p", tokens, PROD_CONTROLLER_N), kept(operator, saved["gemm"], "q", tokens)]
-        small += [kept(operator, saved, "r", tokens), kept(operator, split, "softmax", tokens, HC_MULT, HC_MULT)]
+        self.p = dense(kept(operator, saved, "p", tokens, PROD_CONTROLLER_N))
+        self.q = scale_of(operator, saved["gemm"], tokens)
+        small = [kept(operator, saved, "r", tokens), kept(operator, split, "softmax", tokens, HC_MULT, HC_MULT)]
         small += [kept(operator, saved, name, tokens, HC_MULT) for name in ("pre", "post")]
         small += [kept(operator, saved, "c", tokens, HC_MULT, HC_MULT)]
         self.small = [dense(t) for t in small]
@@ -165,7 +187,8 @@ def _pack(
     hidden, inv_rms = (NO_ROWS, 0) if norm is None else (rows(norm[0]), norm[1].data_ptr())
     incoming = [number for triple in (*arriving, hidden) for number in triple]
     weights = [p.data_ptr() for p in held.parameters[:-1]]
-    small = [t.data_ptr() for t in held.small]
+    q = 0 if held.q is None else held.q.data_ptr()
+    small = [held.p.data_ptr(), q, *(t.data_ptr() for t in held.small)]
     sig = [number for t in held.sig for number in rows(t)]
     written = [0 if t is None else t.data_ptr() for t in (*outputs, *(result[name] for name in CONTROLLER_GRADS))]
     whole = int(norm is not None)

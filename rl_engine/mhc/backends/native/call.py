@@ -17,6 +17,9 @@ from rl_engine.mhc.backends.native import library, memory
 from rl_engine.mhc.elementary import Elementary
 
 MHC_FP32, MHC_BF16 = 0, 1
+ONE_THREAD_BELOW = 1 << 15
+"""Elements from which ATen spreads a copy, and most functions, over its OpenMP threads."""
+
 _EXP, _SIGMOID, _RSQRT, _SQRT = range(4)
 _STATUS = {1: "another version of the interface", 2: "this instruction set is not there", 3: "a bad argument"}
 _NO_MEMORY = 4
@@ -77,23 +80,44 @@ def new_bf16(*shape: int) -> torch.Tensor:
 
 def row_contiguous(t: torch.Tensor) -> torch.Tensor:
     """``t`` with everything behind its first axis contiguous, copied only where it is not; any stride between rows."""
-    if t.is_cpu and t.is_contiguous() and not t.is_neg():
-        return t
     if t.device.type != "cpu":
         raise NotImplementedError(f"native: device: want 'cpu', got {t.device.type!r} (fail-closed)")
+    if t.numel() and t.data_ptr() <= t.storage_offset() * t.element_size():
+        raise NotImplementedError("native: want a tensor with memory of its own, got one without (fail-closed)")
+    if t.is_contiguous() and not t.is_neg():
+        return t
     if t.is_neg():
         t = t.resolve_neg()
     stride, inner = t.stride(), 1
     for size, step in zip(reversed(t.shape[1:]), reversed(stride[1:]), strict=True):
         if size != 1 and step != inner:
-            return t.contiguous()
+            return copied(t)
         inner *= size
     return t
 
 
 def dense(t: torch.Tensor) -> torch.Tensor:
     """``t`` as one contiguous piece, copied only where it is not."""
-    return row_contiguous(t).contiguous()
+    t = row_contiguous(t)
+    return t if t.is_contiguous() else copied(t)
+
+
+def copied(t: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy, made on the calling thread: a forked child would wait for the others, which it lacks."""
+    result = memory.new_tensor(tuple(t.shape), t.dtype)
+    _copy(result, t)
+    return result
+
+
+def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
+    if source.numel() < ONE_THREAD_BELOW:
+        to.copy_(source)
+        return
+    axis = next(i for i, size in enumerate(source.shape) if size > 1)
+    size = source.shape[axis]
+    at_once = max(1, (ONE_THREAD_BELOW - 1) * size // source.numel())
+    for part, piece in zip(torch.split(to, at_once, axis), torch.split(source, at_once, axis), strict=True):
+        _copy(part, piece)
 
 
 def rows(t: torch.Tensor) -> RowsTriple:
@@ -114,8 +138,8 @@ def as_rows(t: torch.Tensor) -> library.Rows:
 def _portable(function: int, name: str, x: torch.Tensor) -> torch.Tensor:
     if x.dtype != torch.float32:
         raise TypeError(f"{name}: got dtype {x.dtype}, want torch.float32")
-    values = x.contiguous()
-    result = torch.empty_like(values)
+    values = dense(x.detach())
+    result = new_fp32(*x.shape)
     native().run("mhc_elementary", function, values.numel(), values.data_ptr(), result.data_ptr())
     return result
 

@@ -11,7 +11,7 @@ import os
 from importlib import metadata
 from pathlib import Path
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 ISA_LEVELS = ("baseline", "avx2", "avx512", "neon")
 """In the order of ``enum mhc_isa``."""
 
@@ -45,13 +45,14 @@ _SIGNATURES: dict[str, list[type]] = {
     "mhc_fold_k": [_I, _I, _I, _R, _R, _P, _P],
     "mhc_fold_n": [_I, _I, _I, _R, _R, _P],
     "mhc_fold_m": [_I, _I, _I, _R, _R, _P],
-    "mhc_gemm_rms_scale": [_I, _I, ctypes.c_float, _P, _P, _P],
+    "mhc_gemm_rms_mean": [_I, _I, ctypes.c_double, _P, _P],
+    "mhc_gemm_rms_scale": [_I, _I, ctypes.c_double, _P, _P, _P],
     "mhc_gemm_rms_bwd": [_I, _I, _P, _P, _R, _R, _P, _P, _P, _P],
     "mhc_post_fwd": [_I, _I, _R, _R, _P, _P, _P],
     "mhc_post_bwd": [_I, _I, _R, _R, _R, _P, _P, _P, _P, _P, _P],
     "mhc_aggregate_fwd": [_I, _I, _P, _R, _P],
     "mhc_aggregate_bwd": [_I, _I, _R, _P, _R, _P, _P],
-    "mhc_rmsnorm_mean": [_I, _I, _R, ctypes.c_float, _P],
+    "mhc_rmsnorm_mean": [_I, _I, _R, ctypes.c_double, _P],
     "mhc_rmsnorm_fwd": [_I, _I, _R, _R, _P, _P, _P],
     "mhc_rmsnorm_bwd": [_I, _I, _R, _R, _R, _R, _P, _P, _P],
     "mhc_block_forward": [ctypes.c_char_p],

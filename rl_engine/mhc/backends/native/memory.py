@@ -1,8 +1,8 @@
 """Memory for outputs, used again when its tensor is gone.
 
-A fresh output costs a fault and a cleared page for each page that is written: for outputs of 96 KB a token, as much time
-as the arithmetic. So the pages of an output stay in a pool when the last tensor on them dies, and the next output of
-about that size takes them. A tensor that is still held keeps its pages.
+A fresh output costs a fault and a cleared page for each page that is written: for outputs of 96 KB a token, as much
+time as the arithmetic. So the pages of an output stay in a pool when the last tensor on them dies, and the next output
+of about that size takes them. A tensor that is still held keeps its pages.
 
 At most ``KEPT_BYTES`` wait in the pool; ``release()`` gives them back at once.
 """
@@ -13,6 +13,7 @@ import mmap
 import os
 import threading
 import weakref
+from contextlib import suppress
 
 import torch
 
@@ -39,14 +40,15 @@ def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="cpu")
     pages = _take(size_class(wanted))
     view = memoryview(pages)
-    # By its address, as a view of writable memory has no hash. The reference dies with this module, and its call with it.
+    # By its address, as a view of writable memory has no hash. The reference dies with this module, its call with it.
     lease = weakref.ref(view, _give_back)
     _lent[id(lease)] = lease, pages
-    return torch.frombuffer(view, dtype=dtype, count=count).view(shape)
+    # Detached, so that to autograd it is no view of a tensor that nobody else has.
+    return torch.frombuffer(view, dtype=dtype, count=count).view(shape).detach()
 
 
 def size_class(wanted: int) -> int:
-    """Bytes of the pages for ``wanted`` bytes: at most an eighth or a huge page more, so that sizes that are close share them."""
+    """Bytes of the pages for ``wanted`` bytes: an eighth or a huge page more at most, so close sizes share them."""
     step = max(mmap.PAGESIZE, (1 << (wanted - 1).bit_length()) // (2 * _SIZES_PER_DOUBLING))
     if wanted > _HUGE_PAGE:
         step = max(step, _HUGE_PAGE)
@@ -62,8 +64,10 @@ def release() -> None:
     """Give the pages that wait in the pool back to the operating system."""
     global _waiting
     with _lock:
+        old = dict(_free)
         _free.clear()
         _waiting = 0
+    old.clear()
 
 
 def _take(size: int) -> mmap.mmap:
@@ -73,10 +77,22 @@ def _take(size: int) -> mmap.mmap:
         if pages:
             _waiting -= size
             return pages.pop()
-    fresh = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        fresh = _map(size)
+    except OSError:
+        release()
+        try:
+            fresh = _map(size)
+        except OSError as error:
+            raise MemoryError(f"native: no memory for an output of {size} bytes") from error
     if size >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        fresh.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # a kernel without huge pages
+            fresh.madvise(mmap.MADV_HUGEPAGE)
     return fresh
+
+
+def _map(size: int) -> mmap.mmap:
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def _renew_lock() -> None:
@@ -93,6 +109,15 @@ def _give_back(lease: weakref.ref[memoryview]) -> None:
     with _lock:
         pages = _lent.pop(id(lease))[1]
         size = len(pages)
-        if _waiting + size <= KEPT_BYTES:
-            _free.setdefault(size, []).append(pages)
-            _waiting += size
+        if size > KEPT_BYTES:
+            return
+        while _waiting + size > KEPT_BYTES:  # the sizes that have waited longest make room
+            stale = next(iter(_free))
+            if not _free[stale]:
+                del _free[stale]
+                continue
+            _free[stale].pop()
+            _waiting -= stale
+        waiting = _free.pop(size, [])
+        _free[size] = [*waiting, pages]
+        _waiting += size

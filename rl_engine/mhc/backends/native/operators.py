@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from rl_engine.mhc.backends.native.call import (
+    ONE_THREAD_BELOW,
     PORTABLE,
     Native,
     as_rows,
@@ -20,9 +21,24 @@ from rl_engine.mhc.backends.native.call import (
 )
 from rl_engine.mhc.backends.native.library import Rows
 from rl_engine.mhc.checks import check_tensor
-from rl_engine.mhc.contract import HC_MULT, MHC_EPS, ORACLE_PROFILE, PORTABLE_PROFILE, PROD_CONTROLLER_N, LayerContract
+from rl_engine.mhc.contract import (
+    HC_MULT,
+    MHC_EPS,
+    ORACLE_PROFILE,
+    P1_RMS,
+    PORTABLE_PROFILE,
+    PROD_CONTROLLER_N,
+    RELEASED_RMS,
+    LayerContract,
+)
 from rl_engine.mhc.elementary import Elementary, for_profile
-from rl_engine.mhc.operators.interface import Saved, check_arguments, check_contract
+from rl_engine.mhc.operators.interface import (
+    Saved,
+    check_arguments,
+    check_contract,
+    check_controller_rms,
+    saved_controller_rms,
+)
 from rl_engine.mhc.operators.reference import need
 
 _GATES = 2 * HC_MULT
@@ -30,8 +46,8 @@ _AT_ONCE = 96
 """Elements of one call of ``torch.exp`` or ``torch.sqrt``. From 100 on their vector library spreads them over OpenMP
 threads, which a forked child does not have and waits for, and whose floating-point mode is not the caller's."""
 
-_TOKENS_AT_ONCE = 1024
-"""Tokens of one call of the others, which ATen computes on the calling thread up to 2^15 elements."""
+_TOKENS_AT_ONCE = 512
+"""Tokens of one call of the others, few enough for the calling thread, and for all that a recipe does besides."""
 
 _BF16 = torch.bfloat16
 
@@ -92,15 +108,22 @@ class NativeOperators:
         return dh
 
     def fp32_gemm_rms_fwd(
-        self, x_flat: torch.Tensor, weight: torch.Tensor, eps: float
+        self, x_flat: torch.Tensor, weight: torch.Tensor, eps: float, controller_rms: str = P1_RMS
     ) -> tuple[torch.Tensor, torch.Tensor, Saved]:
         """``(P[T, 24], r[T], saved)`` of ``x_flat[T, K]`` (FP32 or BF16, widened in registers), ``weight[24, K]``."""
+        check_controller_rms("fp32_gemm_rms_fwd", controller_rms)
         sizes = check_arguments("fp32_gemm_rms_fwd", x_flat=x_flat, weight=weight)
         tokens, k = sizes["T"], sizes["K"]
         x, w = row_contiguous(x_flat), row_contiguous(weight)
-        p, s, q, r = new_fp32(tokens, PROD_CONTROLLER_N), new_fp32(tokens), new_fp32(tokens), new_fp32(tokens)
+        p, s = new_fp32(tokens, PROD_CONTROLLER_N), new_fp32(tokens)
         out = (p.data_ptr(), s.data_ptr())
         self.run("mhc_fold_k", tokens, PROD_CONTROLLER_N, k, as_rows(x), as_rows(w), *out)
+        if controller_rms == RELEASED_RMS:
+            mean = new_fp32(tokens)
+            self.run("mhc_gemm_rms_mean", tokens, k, float(eps), s.data_ptr(), mean.data_ptr())
+            r = self._by_elementary("rsqrt", mean)
+            return p, r, {"s": s, "mean": mean, "r": r, "k": k, "controller_rms": controller_rms}
+        q, r = new_fp32(tokens), new_fp32(tokens)
         norm = self._by_elementary("sqrt", s)
         scaled = (norm.data_ptr(), q.data_ptr(), r.data_ptr())
         self.run("mhc_gemm_rms_scale", tokens, k, float(eps), *scaled)
@@ -112,11 +135,12 @@ class NativeOperators:
         """``(dX[T, K], dW[24, K])`` of FP32 ``dp[T, 24]``, ``dr[T]``."""
         sizes = check_arguments("fp32_gemm_rms_bwd", dp=dp, dr=dr, x_flat=x_flat, weight=weight)
         tokens, k = sizes["T"], sizes["K"]
-        q, r = (dense(kept("fp32_gemm_rms_bwd", saved, name, tokens)) for name in ("q", "r"))
+        q, r = scale_of("fp32_gemm_rms_bwd", saved, tokens), dense(kept("fp32_gemm_rms_bwd", saved, "r", tokens))
         dp, dr = dense(dp), dense(dr)
         x, w = row_contiguous(x_flat), row_contiguous(weight)
         dx, dw = new_fp32(tokens, k), new_fp32(PROD_CONTROLLER_N, k)
-        rows = (dp.data_ptr(), dr.data_ptr(), as_rows(x), as_rows(w), q.data_ptr(), r.data_ptr())
+        q_or_null = None if q is None else q.data_ptr()
+        rows = (dp.data_ptr(), dr.data_ptr(), as_rows(x), as_rows(w), q_or_null, r.data_ptr())
         self.run("mhc_gemm_rms_bwd", tokens, k, *rows, dx.data_ptr(), dw.data_ptr())
         return dx, dw
 
@@ -219,7 +243,11 @@ class NativeOperators:
         ``out`` is contiguous. To be called under ``default_float_mode``; in pieces that torch computes on this thread.
         """
         compute = getattr(self._elementary, function)
-        if self.portable or values.numel() < _AT_ONCE:
+        if values.numel() >= ONE_THREAD_BELOW:
+            parts = torch.split(out, _TOKENS_AT_ONCE), torch.split(values, _TOKENS_AT_ONCE)
+            for part, piece in zip(*parts, strict=True):
+                self.fill(part, function, piece)
+        elif self.portable or values.numel() < _AT_ONCE:
             out.copy_(compute(values))
         elif function in ("exp", "sqrt"):
             pieces = torch.split(values.reshape(-1), _AT_ONCE)
@@ -247,6 +275,13 @@ def kept(operator: str, saved: Saved, key: str, *shape: int, dtype: torch.dtype 
     need(operator, saved, key)
     check_tensor(f"{operator}: saved[{key!r}]", saved[key], shape, (dtype,))
     return row_contiguous(saved[key])
+
+
+def scale_of(operator: str, gemm: Saved, tokens: int) -> torch.Tensor | None:
+    """The dense ``q[T]`` of a forward's ``saved``; ``None`` under ``rsqrt-mean-plus-eps``, whose backward has none."""
+    if saved_controller_rms(operator, gemm) == RELEASED_RMS:
+        return None
+    return dense(kept(operator, gemm, "q", tokens))
 
 
 def _as_row(t: torch.Tensor) -> Rows:
