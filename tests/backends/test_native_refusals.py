@@ -122,6 +122,76 @@ def test_a_block_with_a_wrong_field_is_refused() -> None:
         ops.mhc_block_forward(batch, MHCTrace(PROFILES[1]))
 
 
+# --- tensors without memory of their own ---
+
+
+def zero_tensor(t: torch.Tensor) -> torch.Tensor:
+    """Torch's zeros that are a shape and nothing else."""
+    return torch._efficientzerotensor(tuple(t.shape), dtype=t.dtype)
+
+
+def emptied(t: torch.Tensor) -> torch.Tensor:
+    """What FSDP leaves of a parameter that it has sharded: its shape over a storage of no bytes."""
+    t = t.clone()
+    t.untyped_storage().resize_(0)
+    return t
+
+
+def emptied_behind_an_offset(t: torch.Tensor) -> torch.Tensor:
+    """The same for a view whose address, the offset alone, is not null."""
+    whole = torch.cat((t.new_zeros(3), t.reshape(-1)))
+    view = whole[3:].view(t.shape)
+    whole.untyped_storage().resize_(0)
+    return view
+
+
+WITHOUT_MEMORY = (zero_tensor, emptied, emptied_behind_an_offset)
+_NO_MEMORY = r"^native: want a tensor with memory of its own, got one without \(fail-closed\)$"
+
+
+@pytest.mark.parametrize("make", WITHOUT_MEMORY)
+@pytest.mark.parametrize(("operator", "name"), ARGUMENTS)
+def test_an_argument_without_memory_of_its_own_is_refused(operator: str, name: str, make: Any) -> None:
+    given = arguments(operator)
+    with pytest.raises(NotImplementedError, match=_NO_MEMORY):
+        getattr(provider(PROFILES[0]), operator)(**given | {name: make(given[name])})
+
+
+@pytest.mark.parametrize("make", WITHOUT_MEMORY)
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_block_of_a_tensor_without_memory_of_its_own_is_refused(profile: str, make: Any) -> None:
+    """Each input, parameter and arriving gradient, and each tensor that a forward kept."""
+    batch, grads = drawn("refused", 3, 12, profile)
+    ops = provider(profile)
+    _, saved = ops.mhc_block_forward(batch)
+    batch = dataclasses.replace(batch, weight_fingerprint="")  # it would read the parameters before any kernel
+    for field in ("r_old", "y_sublayer"):
+        with pytest.raises(NotImplementedError, match=_NO_MEMORY):
+            ops.mhc_block_forward(dataclasses.replace(batch, **{field: make(getattr(batch, field))}))
+    for field in ("weight", "alpha_pre", "alpha_post", "alpha_res", "bias"):
+        parameters = dataclasses.replace(batch.controller, **{field: make(getattr(batch.controller, field))})
+        with pytest.raises(NotImplementedError, match=_NO_MEMORY):
+            ops.mhc_block_forward(dataclasses.replace(batch, controller=parameters))
+    with pytest.raises(NotImplementedError, match=_NO_MEMORY):
+        ops.mhc_block_forward(
+            dataclasses.replace(batch, norm=dataclasses.replace(batch.norm, gamma=make(batch.norm.gamma)))
+        )
+    for field in ("d_r_new", "d_normalized", "d_residual"):
+        with pytest.raises(NotImplementedError, match=_NO_MEMORY):
+            ops.mhc_block_backward(batch, saved, dataclasses.replace(grads, **{field: make(getattr(grads, field))}))
+    for key in ("p", "r", "pre", "post", "c", "hidden"):
+        with pytest.raises(NotImplementedError, match=_NO_MEMORY):
+            ops.mhc_block_backward(batch, saved | {key: make(saved[key])}, grads)
+
+
+@pytest.mark.parametrize("make", WITHOUT_MEMORY)
+def test_an_empty_tensor_needs_no_memory(make: Any) -> None:
+    """The refusal is of elements that cannot be read, not of a null address."""
+    ops = provider(PROFILES[0])
+    none = make(torch.zeros(0, 4, 12, dtype=torch.bfloat16))
+    assert ops.h_aggregate_fwd(torch.zeros(0, 4), none).shape == (0, 12)
+
+
 @pytest.mark.parametrize("key", ["gemm", "sinkhorn", "p", "r", "pre", "post", "c", "hidden", "norm"])
 def test_a_backward_without_a_saved_tensor_is_refused(key: str) -> None:
     batch, grads = drawn("refused", 3, 12)
