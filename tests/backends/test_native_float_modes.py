@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from rl_engine.mhc.contract import CONTROLLER_RMS
+from rl_engine.mhc.contract import CONTROLLER_RMS, GradBoundary, ResidualBatch
 from tests.backends.random_shapes import Shape
 from tests.backends.support import (
     PROFILES,
@@ -158,36 +158,49 @@ def test_eps_is_rounded_once_to_nearest_even_in_every_mode_of_the_caller(profile
 TOKENS, THREADS, TIMES = 1024, 3, 5
 
 
-def all_subnormal(profile: str) -> tuple[Any, Any]:
+class Case(NamedTuple):
+    """Inputs of subnormal rows, and what the oracle makes of them under the default mode."""
+
+    batch: ResidualBatch
+    grads: GradBoundary
+    block: Results
+    composites: Results
+
+
+@functools.cache
+def all_subnormal(profile: str) -> Case:
     batch, grads = subnormal(*drawn("subnormal rows", TOKENS, 24, profile))
+    rows = torch.arange(TOKENS) % 3 != 0  # the others are subnormal already
     for t in (batch.r_old, batch.y_sublayer, grads.d_r_new, grads.d_normalized, grads.d_residual):
-        rows = torch.arange(TOKENS) % 3 != 0  # the others are subnormal already
         t[rows] = (t[rows].double() * 2.0**-127).to(t.dtype)
-    return batch, grads
+    with on_threads(1):
+        return Case(batch, grads, composed(None, batch, grads), without_widened(reference_composites(batch, grads)))
+
+
+def without_widened(results: Results) -> Results:
+    """Without the gradients of the FP32 tensor that ``composites`` makes by torch, in the caller's mode."""
+    return {name: t for name, t in results.items() if not name.startswith("pre_bwd of FP32")}
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("profile", PROFILES)
 def test_workers_compute_under_the_default_mode_whatever_the_caller_has_set(profile: str, mode: str) -> None:
     """Every one of 1,024 subnormal rows, wherever it is computed, has the oracle's bytes."""
-    batch, grads = all_subnormal(profile)
-    want, ops = (composed(None, batch, grads), reference_composites(batch, grads)), provider(profile)
-    small = [t for t in (want[0]["post.r_new"], want[0]["pre.hidden"]) if t is not None]
-    assert all(int(((t != 0) & (t.abs() < 2.0**-126)).sum()) > TOKENS for t in small) and len(small) == 2
+    case, ops = all_subnormal(profile), provider(profile)
+    for name in ("post.r_new", "pre.hidden"):
+        t = case.block[name]
+        assert t is not None and int(((t != 0) & (t.abs() < 2.0**-126)).sum()) > TOKENS, name
     for _ in range(TIMES):
-        assert_same(under(MODES[mode], lambda: whole(ops, batch, grads), THREADS), want[0], mode)
-    # The FP32 gradient that `composites` widens is made by torch, in the caller's mode.
-    got = under(MODES[mode], lambda: composites(ops, batch, grads), THREADS)
-    kept = [{k: t for k, t in run.items() if not k.startswith("pre_bwd of FP32")} for run in (got, want[1])]
-    assert_same(*kept, mode)
+        assert_same(under(MODES[mode], lambda: whole(ops, case.batch, case.grads), THREADS), case.block, mode)
+    got = under(MODES[mode], lambda: composites(ops, case.batch, case.grads), THREADS)
+    assert_same(without_widened(got), case.composites, mode)
 
 
-def test_two_callers_in_different_modes_share_the_workers_and_get_the_same_bytes() -> None:
+def test_callers_in_different_modes_share_the_workers_and_get_the_same_bytes() -> None:
     """The mode of a call is that of no other, though the workers serve them in turn."""
-    batch, grads = all_subnormal(PROFILES[1])
-    want, ops = composed(None, batch, grads), provider(PROFILES[1])
+    case, ops = all_subnormal(PROFILES[1]), provider(PROFILES[1])
     turns = list(itertools.islice(itertools.cycle(MODES), 12))
     with ThreadPoolExecutor(3) as pool:
-        runs = [pool.submit(under, MODES[mode], lambda: whole(ops, batch, grads), THREADS) for mode in turns]
+        runs = [pool.submit(under, MODES[mode], lambda: whole(ops, case.batch, case.grads), THREADS) for mode in turns]
         for mode, run in zip(turns, runs, strict=True):
-            assert_same(run.result(), want, mode)
+            assert_same(run.result(), case.block, mode)

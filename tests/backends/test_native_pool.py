@@ -65,12 +65,12 @@ def test_an_output_is_no_view_and_takes_what_autograd_does_to_a_leaf(profile: st
         weight = torch.full((1,), 3.0, dtype=t.dtype, requires_grad=True)
         total = t.detach().double().sum()
         t.mul_(weight)  # a view that was made without autograd refuses this
-        t.backward(torch.ones_like(t))
+        torch.autograd.backward(t, torch.ones_like(t))
         assert t.requires_grad and t._version == 1, name
         assert weight.grad is not None and torch.isclose(weight.grad.double(), total, rtol=0.05, atol=1.0), name
     for name, t in outputs(profile).items():
         t.requires_grad_()
-        (2.0 * t).backward(torch.ones_like(t))
+        torch.autograd.backward(2.0 * t, torch.ones_like(t))
         assert t.grad is not None and bool((t.grad == 2.0).all()), name
         with torch.no_grad():
             t.zero_()
@@ -93,7 +93,7 @@ HOLDERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "a detached tensor": lambda t: t.detach(),
     "its storage": lambda t: t.untyped_storage(),
     "a NumPy array": lambda t: t.numpy()[3:4],
-    "a DLPack tensor": lambda t: torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(t)),
+    "a DLPack tensor": lambda t: torch.utils.dlpack.from_dlpack(t),
     "a graph that saved it": lambda t: torch.ones(SIZE, requires_grad=True) * t,
     "a cycle": lambda t: cycle_of(t),
 }

@@ -127,7 +127,8 @@ def test_a_block_with_a_wrong_field_is_refused() -> None:
 
 def zero_tensor(t: torch.Tensor) -> torch.Tensor:
     """Torch's zeros that are a shape and nothing else."""
-    return torch._efficientzerotensor(tuple(t.shape), dtype=t.dtype)
+    zeros: torch.Tensor = torch._efficientzerotensor(tuple(t.shape), dtype=t.dtype)
+    return zeros
 
 
 def emptied(t: torch.Tensor) -> torch.Tensor:
