@@ -84,6 +84,16 @@ def test_a_block_of_strided_tensors_has_the_same_bytes_in_a_forked_child(profile
     assert digest(whole(ops, *moved)) == want  # type: ignore[arg-type]
 
 
+def test_a_block_of_lazily_negated_streams_has_the_same_bytes_in_a_forked_child() -> None:
+    """Contiguous, and negated only when it is read: it is copied first too."""
+    batch, grads = drawn("forked negated", 1000, 36)
+    moved = dataclasses.replace(batch, r_old=torch._neg_view(-batch.r_old))
+    assert moved.r_old.is_neg() and moved.r_old.numel() > call.ONE_THREAD_BELOW
+    ops = provider(PROFILES[0])
+    want = digest(whole(ops, batch, grads))
+    assert in_child(lambda: digest(whole(ops, moved, grads))) == want
+
+
 @pytest.mark.parametrize("profile", PROFILES)
 def test_a_block_of_many_tokens_has_the_same_bytes_in_a_forked_child(profile: str) -> None:
     """Three calls in the child, the first of which starts workers of its own."""

@@ -35,7 +35,6 @@ def pooled(count: int = SIZE) -> torch.Tensor:
 
 
 def really_waiting() -> int:
-    """The pages of the pool, counted."""
     return sum(len(page) for pages in memory._free.values() for page in pages)
 
 
@@ -121,6 +120,53 @@ def test_a_page_is_taken_again_only_when_the_last_that_holds_it_is_gone(holder: 
     gc.collect()
     assert memory.waiting_bytes() == really_waiting() == memory.LARGE
     assert pooled().data_ptr() == address
+
+
+# --- a tensor that dies while the pool is at work ---
+
+
+class Interrupted(dict):  # type: ignore[type-arg]
+    """The pool's table, at whose every access a tensor dies, as in a collection or a signal handler."""
+
+    def __init__(self, held: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.held = held
+
+    def get(self, *arguments: Any) -> Any:
+        found = super().get(*arguments)
+        self.held[:] = self.held[1:]
+        return found
+
+    def pop(self, *arguments: Any) -> Any:
+        found = super().pop(*arguments)
+        self.held[:] = self.held[1:]
+        return found
+
+
+def test_a_tensor_that_dies_inside_the_pool_gives_its_page_to_one_taker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Live outputs never share a page, and the count stays that of the pages."""
+    held = [pooled() for _ in range(6)]
+    monkeypatch.setattr(memory, "_free", Interrupted(held))
+    alive = [pooled() for _ in range(3)]
+    held[:] = held[1:]
+    alive += [pooled() for _ in range(8)]
+    assert len({t.data_ptr() for t in (*alive, *held)}) == len(alive) + len(held)
+    held.clear()
+    alive.clear()
+    memory.release()
+    assert memory.waiting_bytes() == really_waiting() == 0
+
+
+def test_a_taker_that_interrupts_the_pool_does_not_wait_for_it() -> None:
+    """As a signal handler would: this thread holds the lock already."""
+    dying = pooled()
+    with memory._lock:
+        taken = pooled()
+        del dying
+        assert memory.waiting_bytes() == 0
+        taken.fill_(1.0)
+    again = pooled()
+    assert again.data_ptr() != taken.data_ptr() and memory.waiting_bytes() == really_waiting() == 0
 
 
 # --- how much waits ---

@@ -1,4 +1,4 @@
-"""What the tests of the modules share: a module on given tensors, what it leaves, and what the contract says it leaves."""
+"""What the tests of the modules share: a module on given tensors, what it leaves, what the contract says."""
 
 from __future__ import annotations
 

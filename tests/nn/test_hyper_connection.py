@@ -151,6 +151,24 @@ def test_inputs_parameters_and_the_arriving_gradient_are_not_written() -> None:
     assert all(same_bytes(t, before[2][name]) for name, t in module.state_dict().items())
 
 
+def test_what_is_kept_between_forward_and_backward_is_what_the_document_says() -> None:
+    """The streams, the sublayer's output and 71 FP32 values a token, beside the parameters."""
+    batch, _ = drawn(17)
+    module = module_of(batch)
+    kept: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    streams = batch.r_old.clone().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        module(streams)
+    parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    found = sum(size for address, size in kept.items() if address not in parameters)
+    assert found == 17 * (2 * 4 * 64 + 2 * 64 + 4 * 71)
+
+
 def test_copies_pickles_and_a_saved_state_have_the_same_bytes() -> None:
     batch, grad = drawn(5)
     module, want = module_of(batch), contract_says(batch, grad)

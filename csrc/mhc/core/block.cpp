@@ -34,7 +34,7 @@ struct Forward {
   bool released() const { return a.q == nullptr; }
 
   void mean(Range some) const {
-    const float eps = static_cast<float>(a.mhc_eps);
+    const float eps = as_fp32(a.mhc_eps);
     if (released()) kernels.gemm_rms_mean(some.end - some.begin, k(), eps, a.s + some.begin, a.norm + some.begin);
   }
 
@@ -44,7 +44,7 @@ struct Forward {
       elementary(MHC_RSQRT, count, a.norm + t, a.r + t);
     } else {
       elementary(MHC_SQRT, count, a.s + t, a.norm + t);
-      kernels.gemm_rms_scale(count, k(), static_cast<float>(a.mhc_eps), a.norm + t, a.q + t, a.r + t);
+      kernels.gemm_rms_scale(count, k(), as_fp32(a.mhc_eps), a.norm + t, a.q + t, a.r + t);
     }
     kernels.controller_fwd(some, a.p, a.r, alpha3, a.bias, a.h);
     kernels.split_shift(some, a.h, a.exps);
@@ -64,7 +64,7 @@ struct Forward {
     kernels.split_fwd(some, a.sig, a.exps, a.pre, a.post, a.c, a.softmax);
     kernels.aggregate_fwd(some, a.hidden, a.pre, a.r_old, a.hidden_out);
     if (a.normalized != nullptr) {
-      kernels.rmsnorm_mean(some, a.hidden, hidden(), static_cast<float>(a.rmsnorm_eps), a.mean);
+      kernels.rmsnorm_mean(some, a.hidden, hidden(), as_fp32(a.rmsnorm_eps), a.mean);
     }
     if (a.r_new != nullptr) kernels.post_fwd(some, a.hidden, a.r_old, a.y, a.c, a.post, a.r_new, past_caches(a.tokens, a.hidden));
   }

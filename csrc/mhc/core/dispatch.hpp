@@ -28,6 +28,12 @@ std::int32_t dispatch(const mhc_call* call, Body body) {
   }
 }
 
+// An eps of the interface, rounded here and now: an ordinary conversion may be moved to where the caller's mode is set.
+inline float as_fp32(double eps) {
+  const volatile double here = eps;
+  return static_cast<float>(here);
+}
+
 inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 // body(Range) over [0, total) in pieces of `grain`, the last one shorter.

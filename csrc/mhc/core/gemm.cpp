@@ -87,6 +87,7 @@ void input_grad(const Kernels& kernels, std::int32_t threads, InputGrad grad, Ro
 
 }  // namespace mhc
 
+using mhc::as_fp32;
 using mhc::dispatch;
 using mhc::InputGrad;
 using mhc::Kernels;
@@ -115,14 +116,14 @@ int32_t mhc_fold_m(const mhc_call* call, int64_t m, int64_t n, int64_t k, mhc_ro
 
 int32_t mhc_gemm_rms_mean(const mhc_call* call, int64_t tokens, int64_t k, double eps, const float* s, float* mean) {
   return dispatch(call, [&](const Kernels& kernels, std::int32_t) {
-    kernels.gemm_rms_mean(tokens, k, static_cast<float>(eps), s, mean);
+    kernels.gemm_rms_mean(tokens, k, as_fp32(eps), s, mean);
   });
 }
 
 int32_t mhc_gemm_rms_scale(const mhc_call* call, int64_t tokens, int64_t k, double eps, const float* norm, float* q,
                            float* r) {
   return dispatch(call, [&](const Kernels& kernels, std::int32_t) {
-    kernels.gemm_rms_scale(tokens, k, static_cast<float>(eps), norm, q, r);
+    kernels.gemm_rms_scale(tokens, k, as_fp32(eps), norm, q, r);
   });
 }
 

@@ -1,6 +1,7 @@
 // The operators whose work is spread over tokens alone: split, post, aggregate, rmsnorm, and the elementary functions.
 #include "dispatch.hpp"
 
+using mhc::as_fp32;
 using mhc::dispatch;
 using mhc::Kernels;
 using mhc::Range;
@@ -88,7 +89,7 @@ int32_t mhc_aggregate_bwd(const mhc_call* call, int64_t tokens, int64_t hidden, 
 int32_t mhc_rmsnorm_mean(const mhc_call* call, int64_t tokens, int64_t hidden, mhc_rows x, double eps,
                          float* mean) {
   return over_tokens(call, tokens, [&](const Kernels& kernels, Range some) {
-    kernels.rmsnorm_mean(some, hidden, x, static_cast<float>(eps), mean);
+    kernels.rmsnorm_mean(some, hidden, x, as_fp32(eps), mean);
   });
 }
 

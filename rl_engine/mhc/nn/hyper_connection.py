@@ -53,8 +53,8 @@ class HyperConnection(nn.Module):
     def forward(self, streams: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The new streams; ``args`` and ``kwargs`` go to the sublayer.
 
-        Errors: ``ValueError`` for streams that are not ``[..., 4, D]`` and for a sublayer's output of another shape than
-        its input, ``TypeError`` for a dtype that is not BF16, and those of ``ops.mhc_pre_rmsnorm``.
+        Errors: ``ValueError`` for streams that are not ``[..., 4, D]`` and for a sublayer's output of another shape
+        than its input, ``TypeError`` for a dtype that is not BF16, and those of ``ops.mhc_pre_rmsnorm``.
         """
         shape = streams.shape
         if streams.dim() < 2 or shape[-2:] != (HC_MULT, self.hidden):

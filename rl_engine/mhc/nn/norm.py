@@ -13,8 +13,8 @@ from rl_engine.mhc.ops import rmsnorm_residual
 class RMSNorm(KeepsDtype):
     """``y = (x * rsqrt(mean(x^2) + eps)) * gamma`` of BF16 ``x[..., D]``, FP32 inside, rounded to BF16 once.
 
-    ``weight[D]`` is gamma, BF16 or FP32; the contract has both, their bytes differ, and a cast of the module moves neither
-    (``storage.KeepsDtype``). eps is the contract's, 1e-6. Any
+    ``weight[D]`` is gamma, BF16 or FP32; the contract has both, their bytes differ, and a cast of the module moves
+    neither (``storage.KeepsDtype``). eps is the contract's, 1e-6. Any
     leading shape and stride; T=0 too. Errors of the forward: those of ``ops.rmsnorm_residual``.
     """
 

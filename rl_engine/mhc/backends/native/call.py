@@ -84,10 +84,10 @@ def row_contiguous(t: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError(f"native: device: want 'cpu', got {t.device.type!r} (fail-closed)")
     if t.numel() and t.data_ptr() <= t.storage_offset() * t.element_size():
         raise NotImplementedError("native: want a tensor with memory of its own, got one without (fail-closed)")
-    if t.is_contiguous() and not t.is_neg():
-        return t
     if t.is_neg():
-        t = t.resolve_neg()
+        return copied(t)
+    if t.is_contiguous():
+        return t
     stride, inner = t.stride(), 1
     for size, step in zip(reversed(t.shape[1:]), reversed(stride[1:]), strict=True):
         if size != 1 and step != inner:

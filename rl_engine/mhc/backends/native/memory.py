@@ -13,6 +13,7 @@ import mmap
 import os
 import threading
 import weakref
+from collections import deque
 from contextlib import suppress
 
 import torch
@@ -24,9 +25,10 @@ KEPT_BYTES = 1 << 30
 _HUGE_PAGE = 1 << 21
 _SIZES_PER_DOUBLING = 8
 
-_free: dict[int, list[mmap.mmap]] = {}
+_free: dict[int, deque[mmap.mmap]] = {}
 _lent: dict[int, tuple[weakref.ref[memoryview], mmap.mmap]] = {}
-_lock = threading.RLock()  # a tensor may die, and give its pages back, while this thread is inside
+_returned: deque[mmap.mmap] = deque()
+_lock = threading.Lock()
 _waiting = 0
 
 
@@ -63,8 +65,11 @@ def waiting_bytes() -> int:
 def release() -> None:
     """Give the pages that wait in the pool back to the operating system."""
     global _waiting
+    old: list[mmap.mmap] = []
     with _lock:
-        old = dict(_free)
+        _collect(old)
+        for waiting in _free.values():
+            old.extend(waiting)
         _free.clear()
         _waiting = 0
     old.clear()
@@ -72,11 +77,17 @@ def release() -> None:
 
 def _take(size: int) -> mmap.mmap:
     global _waiting
-    with _lock:
-        pages = _free.get(size)
-        if pages:
-            _waiting -= size
-            return pages.pop()
+    stale: list[mmap.mmap] = []
+    # Without waiting: whoever holds the lock may be this very thread, which a signal handler has interrupted.
+    if _lock.acquire(blocking=False):
+        try:
+            _collect(stale)
+            if pages := _free.get(size):
+                _waiting -= size
+                return pages.pop()
+        finally:
+            _lock.release()
+    stale.clear()
     try:
         fresh = _map(size)
     except OSError:
@@ -98,26 +109,42 @@ def _map(size: int) -> mmap.mmap:
 def _renew_lock() -> None:
     """In a forked child: the thread that held the lock, if any, is not there to release it."""
     global _lock
-    _lock = threading.RLock()
+    _lock = threading.Lock()
 
 
 os.register_at_fork(after_in_child=_renew_lock)
 
 
 def _give_back(lease: weakref.ref[memoryview]) -> None:
+    """Called where a tensor dies, which may be anywhere: inside the pool too, in a collection or a signal handler.
+
+    So it takes no lock and touches nothing that the pool's own code is in the middle of; ``_collect`` does the rest.
+    """
+    _returned.append(_lent.pop(id(lease))[1])
+    if _lock.acquire(blocking=False):
+        stale: list[mmap.mmap] = []
+        try:
+            _collect(stale)
+        finally:
+            _lock.release()
+
+
+def _collect(stale: list[mmap.mmap]) -> None:
+    """Put what was given back into the pool, under the lock; what has no room goes to ``stale``, dropped after it."""
     global _waiting
-    with _lock:
-        pages = _lent.pop(id(lease))[1]
+    while _returned:
+        pages = _returned.popleft()
         size = len(pages)
         if size > KEPT_BYTES:
-            return
+            stale.append(pages)
+            continue
         while _waiting + size > KEPT_BYTES:  # the sizes that have waited longest make room
-            stale = next(iter(_free))
-            if not _free[stale]:
-                del _free[stale]
-                continue
-            _free[stale].pop()
-            _waiting -= stale
-        waiting = _free.pop(size, [])
-        _free[size] = [*waiting, pages]
+            oldest = next(iter(_free))
+            if _free[oldest]:
+                stale.append(_free[oldest].pop())
+                _waiting -= oldest
+            else:
+                del _free[oldest]
+        _free[size] = _free.pop(size, deque())
+        _free[size].append(pages)
         _waiting += size
