@@ -93,6 +93,32 @@ def whole(ops: NativeProvider, batch: ResidualBatch, grads: GradBoundary) -> dic
     return {**block.forward_boundaries(saved, r_new), **ops.mhc_block_backward(batch, saved, grads)}
 
 
+def halves(ops: NativeProvider, batch: ResidualBatch, grads: GradBoundary) -> dict[str, torch.Tensor | None]:
+    """The same from the methods that a module has: the pre half with the norm, and the gates of the post half.
+
+    Their BF16 results must be the FP32 ones rounded once, with ``hidden`` saved and without.
+    """
+    hidden, normalized, residual, post, c, saved = ops.mhc_pre_rmsnorm_fused_fwd(batch)
+    r_new = ops.mhc_post_fwd(batch.r_old, batch.y_sublayer, c, post)
+    arguments = grads.d_r_new, batch.r_old, batch.y_sublayer, c, post
+    _, dy, d_c, d_post = ops.mhc_post_bwd(*arguments)
+    gates = dict(zip(("dy", "d_c", "d_post"), ops.mhc_post_gate_bwd(*arguments), strict=True))
+    assert_same(gates, {"dy": dy.bfloat16(), "d_c": d_c, "d_post": d_post}, "gates")
+    arriving = grads.d_normalized, grads.d_residual, d_post, d_c
+    found = ops.mhc_pre_rmsnorm_fused_bwd(*arriving, batch, saved, d_r_new=grads.d_r_new)
+    kept = {name: value for name, value in saved.items() if name != "hidden"}
+    rounded = ops.mhc_pre_rmsnorm_fused_bwd(*arriving, batch, kept, d_r_new=grads.d_r_new, streams_dtype=torch.bfloat16)
+    d_r = found["d_r_old"]
+    assert d_r is not None
+    assert_same(rounded, {**found, "d_r_old": d_r.bfloat16()}, "storage")
+    d_hidden, _ = ops.rmsnorm_residual_bwd(
+        grads.d_normalized, grads.d_residual, hidden, batch.norm.gamma, saved["norm"]
+    )
+    saved |= {"normalized": normalized, "residual": residual}
+    gradients = {**found, "dy_sublayer": dy, "d_hidden": d_hidden, "d_c": d_c, "d_post": d_post}
+    return {**block.forward_boundaries(saved, r_new), **gradients}
+
+
 def native_block_runs(numeric_profile: str) -> dict[str, BlockRun]:
     """Every way through the native backend."""
     ops, leaves = provider(numeric_profile), LeafByLeaf(numeric_profile)
@@ -100,6 +126,7 @@ def native_block_runs(numeric_profile: str) -> dict[str, BlockRun]:
         "whole block": functools.partial(whole, ops),
         "composed over pre and the leaves": functools.partial(composed, ops),
         "composed over leaves alone": functools.partial(composed, leaves),
+        "by halves": functools.partial(halves, ops),
     }
 
 

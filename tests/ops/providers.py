@@ -47,12 +47,12 @@ class FusedBackward(Recording):
         d_c: Tensor,
         batch: Any,
         saved: Any,
+        *,
         d_r_new: Tensor | None = None,
-        storage: bool = False,
+        streams_dtype: torch.dtype = torch.float32,
     ) -> Any:
-        d_hidden, d_gamma = self.rmsnorm_residual_bwd(
-            d_normalized, d_residual, saved["hidden"], batch.norm.gamma, saved["norm"]
-        )
+        hidden = ReferenceProvider.h_aggregate_fwd(self, saved["pre"], batch.r_old)
+        d_hidden, d_gamma = self.rmsnorm_residual_bwd(d_normalized, d_residual, hidden, batch.norm.gamma, saved["norm"])
         found = ReferenceProvider.mhc_pre_bwd(self, d_hidden, d_post, d_c, batch, saved)
         d_r = found["d_r_old"]
         assert d_r is not None
@@ -64,7 +64,7 @@ class FusedBackward(Recording):
                 )[0]
             )
         self.seen.append("mhc_pre_rmsnorm_fused_bwd")
-        return {**found, "d_r_old": d_r.to(torch.bfloat16) if storage else d_r, "d_gamma": d_gamma}
+        return {**found, "d_r_old": d_r.to(streams_dtype), "d_gamma": d_gamma}
 
     def mhc_post_gate_bwd(self, *args: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         self.seen.append("mhc_post_gate_bwd")

@@ -117,12 +117,18 @@ struct Backward {
     return a.with_norm ? Rows{a.d_hidden, a.hidden, MHC_FP32} : a.d_hidden_in;
   }
 
+  Rows hidden() const {
+    return a.hidden_again != nullptr ? Rows{a.hidden_again, a.hidden, MHC_BF16} : a.hidden_saved;
+  }
+
   void run(Range some) const {
-    if (a.with_post) {
-      kernels.post_bwd(some, a.hidden, a.d_r_new, a.r_old, a.y, a.c, a.post, nullptr, a.dy, a.d_c, a.d_post);
+    if (a.post_part == MHC_POST) {
+      kernels.post_bwd(some, a.hidden, a.d_r_new, a.r_old, a.y, a.c, a.post, nullptr, a.dy, a.streams_dtype, a.d_c,
+                       a.d_post);
     }
+    if (a.hidden_again != nullptr) kernels.aggregate_fwd(some, a.hidden, a.pre, a.r_old, a.hidden_again);
     if (a.with_norm) {
-      kernels.rmsnorm_dx(some, a.hidden, a.d_normalized, a.d_residual, a.hidden_saved, a.gamma, a.inv_rms, a.d_hidden);
+      kernels.rmsnorm_dx(some, a.hidden, a.d_normalized, a.d_residual, hidden(), a.gamma, a.inv_rms, a.d_hidden);
     }
     kernels.aggregate_bwd(some, a.hidden, d_hidden(), a.pre, a.r_old, nullptr, dpre);
     kernels.split_bwd(some, dpre, a.d_post, a.d_c, a.sig_pre, a.sig_post, a.softmax, dh);
@@ -135,7 +141,7 @@ struct Backward {
     const Rows dy{dp, kController, MHC_FP32};
     if (a.with_norm) {
       parallel_ranges(a.hidden, kNormColumns, threads, [&](Range columns) {
-        kernels.rmsnorm_dgamma(a.tokens, columns, a.d_normalized, a.hidden_saved, a.inv_rms, a.d_gamma);
+        kernels.rmsnorm_dgamma(a.tokens, columns, a.d_normalized, hidden(), a.inv_rms, a.d_gamma);
       });
     }
     if (a.d_weight == nullptr) return;
@@ -167,10 +173,11 @@ void backward(const Kernels& kernels, std::int32_t threads, const mhc_block_back
   Backward block{kernels, a, {*a.alpha_pre, *a.alpha_post, *a.alpha_res}, dpre, dh, dp, dr, {}};
   InputGrad& grad = block.grad;
   grad.tokens = a.tokens, grad.n = kController, grad.k = k, grad.hidden = a.hidden;
-  grad.dy = {dp, kController, MHC_FP32}, grad.packed = packed.get(), grad.out = a.d_r_old;
+  grad.dy = {dp, kController, MHC_FP32}, grad.packed = packed.get();
+  grad.out = a.d_r_old, grad.out_dtype = a.streams_dtype;
   grad.x = a.r_old, grad.dr = dr, grad.r = a.r, grad.q = a.q;
   grad.pre = a.pre, grad.dh = block.d_hidden();
-  if (a.with_post) grad.c = a.c, grad.dr_new = a.d_r_new;
+  if (a.post_part != MHC_NO_POST) grad.c = a.c, grad.dr_new = a.d_r_new;
   pack_panels(kernels, threads, {a.weight, k, MHC_FP32}, kController, k, packed.get());
   parallel_ranges(a.tokens, token_grain(kernels, a.tokens, threads), threads, [&](Range some) { block.run(some); });
   block.parameters(threads);

@@ -103,7 +103,8 @@ int32_t mhc_fold_k(const mhc_call* call, int64_t m, int64_t n, int64_t k, mhc_ro
 int32_t mhc_fold_n(const mhc_call* call, int64_t m, int64_t n, int64_t k, mhc_rows dy, mhc_rows w, float* dx) {
   return dispatch(call, [&](const Kernels& kernels, std::int32_t threads) {
     InputGrad grad{};
-    grad.tokens = m, grad.n = n, grad.k = k, grad.dy = dy, grad.out = dx;
+    grad.tokens = m, grad.n = n, grad.k = k, grad.dy = dy;
+    grad.out = dx, grad.out_dtype = MHC_FP32;
     mhc::input_grad(kernels, threads, grad, w);
   });
 }
@@ -132,7 +133,8 @@ int32_t mhc_gemm_rms_bwd(const mhc_call* call, int64_t tokens, int64_t k, const 
   return dispatch(call, [&](const Kernels& kernels, std::int32_t threads) {
     const Rows dy{dp, mhc::kController, MHC_FP32};
     InputGrad grad{};
-    grad.tokens = tokens, grad.n = mhc::kController, grad.k = k, grad.dy = dy, grad.out = dx;
+    grad.tokens = tokens, grad.n = mhc::kController, grad.k = k, grad.dy = dy;
+    grad.out = dx, grad.out_dtype = MHC_FP32;
     grad.x = x, grad.dr = dr, grad.r = r, grad.q = q;
     mhc::input_grad(kernels, threads, grad, weight);
     if (dw != nullptr) mhc::fold_m(kernels, threads, dy, x, tokens, mhc::kController, k, dw);

@@ -66,9 +66,9 @@ int32_t mhc_post_fwd(const mhc_call* call, int64_t tokens, int64_t hidden, mhc_r
 }
 
 int32_t mhc_post_bwd(const mhc_call* call, int64_t tokens, int64_t hidden, mhc_rows dr_new, mhc_rows r_old, mhc_rows y,
-                     const float* c, const float* post, float* dr_old, float* dy, float* dc, float* dpost) {
+                     const float* c, const float* post, float* dr_old, void* dy, int64_t dy_dtype, float* dc, float* dpost) {
   return over_tokens(call, tokens, [&](const Kernels& kernels, Range some) {
-    kernels.post_bwd(some, hidden, dr_new, r_old, y, c, post, dr_old, dy, dc, dpost);
+    kernels.post_bwd(some, hidden, dr_new, r_old, y, c, post, dr_old, dy, dy_dtype, dc, dpost);
   });
 }
 

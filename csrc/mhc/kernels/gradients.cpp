@@ -86,8 +86,18 @@ MHC_INLINE void prefetch_legs(const InputGrad& grad, std::int64_t token, std::in
   for (std::int64_t j = 0; j < kStreams; ++j) prefetch_columns(grad.dr_new, token, j * grad.hidden + d);
 }
 
-template <int M, typename T>
-MHC_INLINE void fold_n_block(const InputGrad& grad, RowsOf<T> dy, std::int64_t token, std::int64_t column,
+MHC_INLINE void store_panel(float* to, const F32 (&sums)[kVectors]) {
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) store_past_caches(to + v * kLanes, sums[v]);
+}
+
+MHC_INLINE void store_panel(Bf16* to, const F32 (&sums)[kVectors]) {
+#pragma GCC unroll 2
+  for (int v = 0; v < kVectors; v += 2) store_past_caches(to + v * kLanes, sums[v], sums[v + 1]);
+}
+
+template <int M, typename T, typename O>
+MHC_INLINE void fold_n_block(const InputGrad& grad, RowsOf<T> dy, O* out, std::int64_t token, std::int64_t column,
                              const float* w) {
   F32 acc[M][kVectors] = {};
   const T* rows[M];
@@ -109,19 +119,17 @@ MHC_INLINE void fold_n_block(const InputGrad& grad, RowsOf<T> dy, std::int64_t t
   const std::int64_t end = least(column + kColumns, grad.k);
   for (int m = 0; m < M; ++m) {
     const Leg leg(grad, token + m);
-    float* to = grad.out + (token + m) * grad.k;
+    O* to = out + (token + m) * grad.k;
     const std::int64_t width = grad.pre == nullptr ? grad.k : grad.hidden;
     if (end - column == kColumns && column / width == (end - 1) / width) {
-      const bool aligned = is_aligned(to + column);
+      F32 sums[kVectors];
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) {
-        const std::int64_t at = column + v * kLanes;
-        const F32 sum = leg.add(acc[m][v], at, Whole{});
-        if (aligned) {
-          store_past_caches(to + at, sum);
-        } else {
-          store(to + at, sum);
-        }
+      for (int v = 0; v < kVectors; ++v) sums[v] = leg.add(acc[m][v], column + v * kLanes, Whole{});
+      if (is_aligned(to + column)) {
+        store_panel(to + column, sums);
+      } else {
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) store(to + column + v * kLanes, sums[v]);
       }
     } else {
       float folded[kColumns + kLanes];
@@ -207,15 +215,22 @@ void fold_n(const InputGrad& grad, Range tokens, Range panels) {
   // The block's legs read the same columns of dr_new for each of the four streams: those panels go one after another.
   const std::int64_t count = panels.end - panels.begin;
   const bool by_stream = grad.pre != nullptr && grad.hidden % kColumns == 0 && count * kColumns == grad.k;
-  with_rows(grad.dy, [&](auto dy) {
+  const auto each = [&](auto dy, auto* out) {
     for (std::int64_t i = 0; i < count; ++i) {
       const std::int64_t panel =
           by_stream ? (i % kStreams) * (count / kStreams) + i / kStreams : panels.begin + i;
       const float* w = grad.packed + panel * grad.n * kColumns;
       const std::int64_t column = panel * kColumns;
       std::int64_t t = tokens.begin;
-      for (; t + kTokens <= tokens.end; t += kTokens) fold_n_block<kTokens>(grad, dy, t, column, w);
-      for (; t < tokens.end; ++t) fold_n_block<1>(grad, dy, t, column, w);
+      for (; t + kTokens <= tokens.end; t += kTokens) fold_n_block<kTokens>(grad, dy, out, t, column, w);
+      for (; t < tokens.end; ++t) fold_n_block<1>(grad, dy, out, t, column, w);
+    }
+  };
+  with_rows(grad.dy, [&](auto dy) {
+    if (grad.out_dtype == MHC_BF16) {
+      each(dy, static_cast<Bf16*>(grad.out));
+    } else {
+      each(dy, static_cast<float*>(grad.out));
     }
   });
   fence_stores();

@@ -24,7 +24,8 @@ struct InputGrad {
   std::int64_t tokens, n, k;
   Rows dy;               // [tokens, n], FP32 or BF16
   const float* packed;   // from pack_columns
-  float* out;            // [tokens, k]
+  void* out;             // [tokens, k]
+  std::int64_t out_dtype;
   // The RMS leg; r is NULL without it, q under rsqrt-mean-plus-eps.
   Rows x;
   const float *dr, *r, *q;
@@ -73,7 +74,7 @@ struct Kernels {
   void (*post_fwd)(Range tokens, std::int64_t hidden, Rows r_old, Rows y, const float* c, const float* post,
                    std::uint16_t* r_new, bool past_caches);
   void (*post_bwd)(Range tokens, std::int64_t hidden, Rows dr_new, Rows r_old, Rows y, const float* c,
-                   const float* post, float* dr_old, float* dy, float* dc, float* dpost);
+                   const float* post, float* dr_old, void* dy, std::int64_t dy_dtype, float* dc, float* dpost);
   void (*aggregate_fwd)(Range tokens, std::int64_t hidden, const float* pre, Rows r_old, std::uint16_t* out);
   void (*aggregate_bwd)(Range tokens, std::int64_t hidden, Rows dh, const float* pre, Rows r_old, float* dr_old,
                         float* dpre);

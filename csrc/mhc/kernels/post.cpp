@@ -81,9 +81,9 @@ void post_fwd(Range tokens, std::int64_t hidden, Rows r_old, Rows y, const float
 }
 
 void post_bwd(Range tokens, std::int64_t hidden, Rows dr_new, Rows r_old, Rows y, const float* c, const float* post,
-              float* dr_old, float* dy, float* dc, float* dpost) {
+              float* dr_old, void* dy, std::int64_t dy_dtype, float* dc, float* dpost) {
   const auto r = typed<Bf16>(r_old), sublayer = typed<Bf16>(y);
-  with_rows(dr_new, [&](auto grad) {
+  const auto each = [&](auto grad, auto* to) {
     for_tiles(tokens, [&](std::int64_t token, int count) {
       fold_tile(grad, r, sublayer, token, count, hidden, dc, dpost);
     });
@@ -96,7 +96,7 @@ void post_bwd(Range tokens, std::int64_t hidden, Rows dr_new, Rows r_old, Rows y
         for (int j = 0; j < kStreams; ++j) in[j] = load(g + j * hidden + d, some);
         const F32 out = stream4(splat(gate[0]) * in[0], splat(gate[1]) * in[1], splat(gate[2]) * in[2],
                                 splat(gate[3]) * in[3]);
-        store(dy + t * hidden + d, out, some);
+        store(to + t * hidden + d, out, some);
         if (dr_old == nullptr) return;
 #pragma GCC unroll 4
         for (int i = 0; i < kStreams; ++i) {
@@ -106,6 +106,13 @@ void post_bwd(Range tokens, std::int64_t hidden, Rows dr_new, Rows r_old, Rows y
           store(dr_old + (t * kStreams + i) * hidden + d, sum, some);
         }
       });
+    }
+  };
+  with_rows(dr_new, [&](auto grad) {
+    if (dy_dtype == MHC_BF16) {
+      each(grad, static_cast<Bf16*>(dy));
+    } else {
+      each(grad, static_cast<float*>(dy));
     }
   });
 }

@@ -19,7 +19,8 @@ void split_shift(Range, const float*, float*);
 void split_fwd(Range, const float*, const float*, float*, float*, float*, float*);
 void split_bwd(Range, const float*, const float*, const float*, Rows, Rows, const float*, float*);
 void post_fwd(Range, std::int64_t, Rows, Rows, const float*, const float*, std::uint16_t*, bool);
-void post_bwd(Range, std::int64_t, Rows, Rows, Rows, const float*, const float*, float*, float*, float*, float*);
+void post_bwd(Range, std::int64_t, Rows, Rows, Rows, const float*, const float*, float*, void*, std::int64_t, float*,
+              float*);
 void aggregate_fwd(Range, std::int64_t, const float*, Rows, std::uint16_t*);
 void aggregate_bwd(Range, std::int64_t, Rows, const float*, Rows, float*, float*);
 void rmsnorm_mean(Range, std::int64_t, Rows, float, float*);

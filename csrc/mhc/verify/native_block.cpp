@@ -55,7 +55,7 @@ Backward block_backward(const Batch& batch, const Forward& saved, const Arriving
 
   mhc_block_backward_args args{};
   args.tokens = count(tokens), args.hidden = count(d);
-  args.with_post = args.with_norm = 1;
+  args.post_part = MHC_POST, args.with_norm = 1, args.streams_dtype = MHC_FP32;
   args.r_old = rows(batch.r_old, k), args.y = rows(batch.y_sublayer, d), args.gamma = rows(batch.gamma, d);
   args.d_r_new = rows(grads.d_r_new, k), args.d_normalized = rows(grads.d_normalized, d);
   args.d_residual = rows(grads.d_residual, d), args.hidden_saved = rows(pre.hidden, d);

@@ -98,7 +98,7 @@ PostGrads post_bwd(const Bf16s& dr_new, const Bf16s& r_old, const Bf16s& y, cons
   PostGrads grads{Floats(r_old.size()), Floats(y.size()), Floats(c.size()), Floats(post.size())};
   check(mhc_post_bwd(native_call(), count(sizes.tokens), count(sizes.hidden), rows(dr_new, sizes.flat_k()),
                      rows(r_old, sizes.flat_k()), rows(y, sizes.hidden), c.data(), post.data(), grads.dr_old.data(),
-                     grads.dy.data(), grads.dc.data(), grads.dpost.data()));
+                     grads.dy.data(), MHC_FP32, grads.dc.data(), grads.dpost.data()));
   return grads;
 }
 

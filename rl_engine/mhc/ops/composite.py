@@ -94,11 +94,17 @@ def kept_fake(r_old: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return p, h, scales
 
 
-def saved_again(ops: MHCProvider, batch: ResidualBatch, p: Tensor, h: Tensor, scales: Tensor) -> Saved:
-    """The ``saved`` of ``mhc_pre_rmsnorm_fused_fwd`` again, from what ``kept_of`` kept of it."""
+def saved_again(
+    ops: MHCProvider, batch: ResidualBatch, p: Tensor, h: Tensor, scales: Tensor, *, hidden: bool = True
+) -> Saved:
+    """The ``saved`` of ``mhc_pre_rmsnorm_fused_fwd`` again, from what ``kept_of`` kept of it.
+
+    ``hidden=False`` is for a provider's own ``mhc_pre_rmsnorm_fused_bwd``, which makes ``hidden`` itself.
+    """
     r, scale, inv_rms = scales.unbind()
     pre, post, c, sinkhorn = ops.hc_split_sinkhorn_fwd(h, batch.contract)
     k, formula = batch.contract.flat_k, batch.contract.controller_rms
+    again = {"hidden": ops.h_aggregate_fwd(pre, batch.r_old)} if hidden else {}
     return {
         "x_flat": batch.r_old.flatten(1),
         "p": p,
@@ -110,9 +116,9 @@ def saved_again(ops: MHCProvider, batch: ResidualBatch, p: Tensor, h: Tensor, sc
         "c": c,
         "gemm": gemm_rms.saved_of(r, scale, k, formula),
         "sinkhorn": sinkhorn,
-        "hidden": ops.h_aggregate_fwd(pre, batch.r_old),
         "norm": rmsnorm.saved_of(inv_rms, batch.contract.hidden),
         **gemm_rms.named_formula(formula),
+        **again,
     }
 
 

@@ -127,7 +127,8 @@ def _backward(
     modes = Modes(controller_rms, _FUSION_MODE, numeric_profile).trained(trainable)
     batch = batch_of(r_old, None, parameters, modes)
     ops = backend_for(r_old.device.type, numeric_profile)
-    saved = saved_again(ops, batch, p, h, scales)
+    fused: Any = getattr(ops, "mhc_pre_rmsnorm_fused_bwd", None)
+    saved = saved_again(ops, batch, p, h, scales, hidden=fused is None)
     tokens, _, hidden = r_old.shape
     arriving = (
         arrived(d_normalized, r_old, tokens, hidden, dtype=BF16),
@@ -135,9 +136,8 @@ def _backward(
         arrived(d_post, r_old, tokens, HC_MULT),
         arrived(d_c, r_old, tokens, HC_MULT, HC_MULT),
     )
-    fused = getattr(ops, "mhc_pre_rmsnorm_fused_bwd", None)
     if fused is not None:
-        grads: Grads = fused(*arriving, batch, saved, d_r_new=d_r_new, storage=True)
+        grads: Grads = fused(*arriving, batch, saved, d_r_new=d_r_new, streams_dtype=BF16)
     else:
         grads = _composed(ops, *arriving, batch, saved, d_r_new)
     d_r, d_gamma = grads["d_r_old"], grads["d_gamma"]

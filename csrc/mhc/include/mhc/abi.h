@@ -22,7 +22,7 @@
 extern "C" {
 #endif
 
-#define MHC_ABI_VERSION 2
+#define MHC_ABI_VERSION 3
 
 enum mhc_status { MHC_OK = 0, MHC_WRONG_VERSION = 1, MHC_NO_SUCH_ISA = 2, MHC_BAD_ARGUMENT = 3, MHC_NO_MEMORY = 4 };
 enum mhc_dtype { MHC_FP32 = 0, MHC_BF16 = 1 };
@@ -86,9 +86,10 @@ MHC_EXPORT int32_t mhc_gemm_rms_bwd(const struct mhc_call*, int64_t tokens, int6
 /* r_old and dr_new: rows of 4 D elements, [4, D] contiguous. r_new is BF16 [T, 4, D]; hidden BF16 [T, D]. */
 MHC_EXPORT int32_t mhc_post_fwd(const struct mhc_call*, int64_t tokens, int64_t hidden, struct mhc_rows r_old,
                                 struct mhc_rows y, const float* c, const float* post, uint16_t* r_new);
+/* dr_old may be NULL; dy is [T, D] of dy_dtype, rounded to it once. */
 MHC_EXPORT int32_t mhc_post_bwd(const struct mhc_call*, int64_t tokens, int64_t hidden, struct mhc_rows dr_new,
                                 struct mhc_rows r_old, struct mhc_rows y, const float* c, const float* post,
-                                float* dr_old, float* dy, float* dc, float* dpost);
+                                float* dr_old, void* dy, int64_t dy_dtype, float* dc, float* dpost);
 MHC_EXPORT int32_t mhc_aggregate_fwd(const struct mhc_call*, int64_t tokens, int64_t hidden, const float* pre,
                                      struct mhc_rows r_old, uint16_t* out);
 MHC_EXPORT int32_t mhc_aggregate_bwd(const struct mhc_call*, int64_t tokens, int64_t hidden, struct mhc_rows dh,
@@ -127,19 +128,29 @@ struct mhc_block_forward_args {
 };
 MHC_EXPORT int32_t mhc_block_forward(const struct mhc_call*, const struct mhc_block_forward_args*);
 
-/* q is NULL under rsqrt-mean-plus-eps. Without with_post (0) the post leg is left out and d_post, d_c are inputs;
- * without with_norm the norm is left out and d_hidden_in is the input that d_hidden would be. d_weight and the four that
- * follow may be NULL together (mixer-frozen). */
+/* How much of post a backward holds. */
+enum mhc_post_part {
+  MHC_NO_POST = 0,   /* d_post and d_c are inputs */
+  MHC_POST = 1,      /* d_post, d_c and dy are outputs */
+  MHC_POST_LEG = 2   /* d_post and d_c are inputs; d_r_old has the leg of d_r_new, which takes c alone */
+};
+
+/* q is NULL under rsqrt-mean-plus-eps. Without with_norm the norm is left out and d_hidden_in is the input that d_hidden
+ * would be. d_weight and the four that follow may be NULL together (mixer-frozen). streams_dtype is that of d_r_old and
+ * dy: summed in FP32, rounded to it once. Where hidden_again is not NULL, hidden is made there anew from pre and r_old,
+ * and hidden_saved is not read. */
 struct mhc_block_backward_args {
   int64_t tokens, hidden;
-  int64_t with_post, with_norm;
+  int64_t post_part, with_norm, streams_dtype;
   struct mhc_rows r_old, y, gamma;
   struct mhc_rows d_r_new, d_normalized, d_residual, d_hidden_in;
   struct mhc_rows hidden_saved; /* BF16 */
   const float *weight, *alpha_pre, *alpha_post, *alpha_res;
   const float *p, *q, *r, *softmax, *pre, *post, *c, *inv_rms;
   struct mhc_rows sig_pre, sig_post;
-  float *d_r_old, *dy, *d_hidden, *d_gamma, *d_c, *d_post;
+  uint16_t* hidden_again; /* [T, D] */
+  void *d_r_old, *dy;
+  float *d_hidden, *d_gamma, *d_c, *d_post;
   float *d_weight, *d_alpha_pre, *d_alpha_post, *d_alpha_res, *d_bias;
 };
 MHC_EXPORT int32_t mhc_block_backward(const struct mhc_call*, const struct mhc_block_backward_args*);

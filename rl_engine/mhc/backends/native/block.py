@@ -12,9 +12,20 @@ from typing import NamedTuple
 
 import torch
 
-from rl_engine.mhc.backends.native.call import NO_ROWS, dense, new_bf16, new_fp32, one_row, row_contiguous, rows
+from rl_engine.mhc.backends.native import memory
+from rl_engine.mhc.backends.native.call import (
+    NO_ROWS,
+    RowsTriple,
+    dense,
+    new_bf16,
+    new_fp32,
+    one_row,
+    row_contiguous,
+    rows,
+)
 from rl_engine.mhc.backends.native.operators import NativeOperators, kept, scale_of
 from rl_engine.mhc.block import CONTROLLER_GRADS, Grads, require_formula
+from rl_engine.mhc.checks import FP32, FP32_OR_BF16, check_tensor
 from rl_engine.mhc.contract import (
     HC_MULT,
     MHC_EPS,
@@ -28,7 +39,8 @@ from rl_engine.mhc.operators.interface import Saved, check_arguments
 from rl_engine.mhc.operators.reference import need
 
 _FORWARD = struct.Struct("=5q2d9q5q6q2q4q2q4q")
-_BACKWARD = struct.Struct("=4q9q12q3q4q8q6q6q5q")
+_BACKWARD = struct.Struct("=5q9q12q3q4q8q6q7q5q")
+_NO_POST, _POST, _POST_LEG = range(3)
 _LAST_STAGE = 3
 _BLOCK = 512
 """Tokens that go through the stages together: enough to spread the cost of a stage, few enough for the last cache."""
@@ -131,8 +143,44 @@ def pre_backward(
     result = _pre_results(batch)
     small = (dense(dc), dense(dpost))
     inputs = (NO_ROWS, NO_ROWS, NO_ROWS, rows(arriving))
-    outputs = (result["d_r_old"], None, None, None, *small)
-    ops.run("mhc_block_backward", _pack(batch, held, inputs, None, outputs, result))
+    outputs = (None, result["d_r_old"], None, None, None, *small)
+    ops.run("mhc_block_backward", _pack(batch, held, _NO_POST, inputs, None, outputs, result))
+    return result
+
+
+def pre_norm_backward(
+    ops: NativeOperators,
+    arriving: dict[str, torch.Tensor],
+    batch: ResidualBatch,
+    saved: Saved,
+    d_r_new: torch.Tensor | None,
+    streams_dtype: torch.dtype,
+) -> Grads:
+    """The gradients of the norm and ``mhc_pre``, and of ``mhc_post``'s leg where ``d_r_new`` is given, in one call.
+
+    ``arriving``: ``d_normalized, d_residual, d_post, d_c``.
+    """
+    operator, tokens, d = "mhc_pre_rmsnorm_fused_bwd", batch.tokens, batch.contract.hidden
+    need(operator, saved, "norm")
+    if streams_dtype not in FP32_OR_BF16:
+        raise TypeError(f"{operator}: streams_dtype: got {streams_dtype}, want torch.float32 or torch.bfloat16")
+    if d_r_new is not None:
+        check_tensor(f"{operator}: d_r_new", d_r_new, (tokens, HC_MULT, d), FP32_OR_BF16)
+    for name, dims in (("d_normalized", (d,)), ("d_residual", (d,)), ("d_post", (4,)), ("d_c", (4, 4))):
+        check_tensor(f"{operator}: {name}", arriving[name], (tokens, *dims), FP32_OR_BF16 if dims == (d,) else FP32)
+    held = _Kept(operator, batch, saved)
+    inv_rms = dense(kept(operator, saved["norm"], "r", tokens))
+    result = _pre_results(batch, streams_dtype)
+    result["d_gamma"], d_hidden = new_fp32(d), new_fp32(tokens, d)
+    again = None if "hidden" in saved else new_bf16(tokens, d)
+    hidden = again if again is not None else kept(operator, saved, "hidden", tokens, d, dtype=torch.bfloat16)
+    leg = None if d_r_new is None else row_contiguous(d_r_new)
+    through_norm = [row_contiguous(arriving[name]) for name in ("d_normalized", "d_residual")]
+    small = [dense(arriving[name]) for name in ("d_c", "d_post")]
+    inputs = (NO_ROWS if leg is None else rows(leg), *map(rows, through_norm), NO_ROWS)
+    outputs = (again, result["d_r_old"], None, d_hidden, result["d_gamma"], *small)
+    part = _NO_POST if leg is None else _POST_LEG
+    ops.run("mhc_block_backward", _pack(batch, held, part, inputs, (hidden, inv_rms), outputs, result))
     return result
 
 
@@ -148,9 +196,9 @@ def backward(ops: NativeOperators, batch: ResidualBatch, saved: Saved, grads: Gr
     new = {"dy_sublayer": (tokens, d), "d_hidden": (tokens, d), "d_gamma": (d,)}
     new |= {"d_c": (tokens, HC_MULT, HC_MULT), "d_post": (tokens, HC_MULT)}
     result |= {name: new_fp32(*shape) for name, shape in new.items()}
-    outputs = tuple(result[name] for name in ("d_r_old", *new))
+    outputs = (None, *(result[name] for name in ("d_r_old", *new)))
     inputs = (*(rows(t) for t in arriving), NO_ROWS)
-    ops.run("mhc_block_backward", _pack(batch, held, inputs, (hidden, inv_rms), outputs, result))
+    ops.run("mhc_block_backward", _pack(batch, held, _POST, inputs, (hidden, inv_rms), outputs, result))
     return result
 
 
@@ -177,12 +225,13 @@ class _Kept:
 def _pack(
     batch: ResidualBatch,
     held: _Kept,
-    arriving: tuple[tuple[int, int, int], ...],
+    post_part: int,
+    arriving: tuple[RowsTriple, ...],
     norm: tuple[torch.Tensor, torch.Tensor] | None,
     outputs: tuple[torch.Tensor | None, ...],
     result: Grads,
 ) -> bytes:
-    """``struct mhc_block_backward_args``; ``norm``: the saved (hidden, 1/rms) of the whole block, ``None`` for pre."""
+    """``struct mhc_block_backward_args``; ``norm``: (hidden, 1/rms) where the norm is a part of it."""
     streams = [number for t in held.streams for number in rows(t)]
     hidden, inv_rms = (NO_ROWS, 0) if norm is None else (rows(norm[0]), norm[1].data_ptr())
     incoming = [number for triple in (*arriving, hidden) for number in triple]
@@ -191,13 +240,14 @@ def _pack(
     small = [held.p.data_ptr(), q, *(t.data_ptr() for t in held.small)]
     sig = [number for t in held.sig for number in rows(t)]
     written = [0 if t is None else t.data_ptr() for t in (*outputs, *(result[name] for name in CONTROLLER_GRADS))]
-    whole = int(norm is not None)
-    sizes = (batch.tokens, batch.contract.hidden, whole, whole)
+    d_r_old = outputs[1]
+    assert d_r_old is not None
+    sizes = (batch.tokens, batch.contract.hidden, post_part, int(norm is not None), rows(d_r_old)[2])
     return _BACKWARD.pack(*sizes, *streams, *one_row(held.gamma), *incoming, *weights, *small, inv_rms, *sig, *written)
 
 
-def _pre_results(batch: ResidualBatch) -> Grads:
-    result: Grads = {"d_r_old": new_fp32(*batch.r_old.shape)}
+def _pre_results(batch: ResidualBatch, streams_dtype: torch.dtype = torch.float32) -> Grads:
+    result: Grads = {"d_r_old": memory.new_tensor(tuple(batch.r_old.shape), streams_dtype)}
     if batch.contract.trainability == "mixer-frozen":
         return result | dict.fromkeys(CONTROLLER_GRADS)
     shapes = {name: (1,) for name in CONTROLLER_GRADS}

@@ -11,7 +11,7 @@ import os
 from importlib import metadata
 from pathlib import Path
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 ISA_LEVELS = ("baseline", "avx2", "avx512", "neon")
 """In the order of ``enum mhc_isa``."""
 
@@ -49,7 +49,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "mhc_gemm_rms_scale": [_I, _I, ctypes.c_double, _P, _P, _P],
     "mhc_gemm_rms_bwd": [_I, _I, _P, _P, _R, _R, _P, _P, _P, _P],
     "mhc_post_fwd": [_I, _I, _R, _R, _P, _P, _P],
-    "mhc_post_bwd": [_I, _I, _R, _R, _R, _P, _P, _P, _P, _P, _P],
+    "mhc_post_bwd": [_I, _I, _R, _R, _R, _P, _P, _P, _P, _I, _P, _P],
     "mhc_aggregate_fwd": [_I, _I, _P, _R, _P],
     "mhc_aggregate_bwd": [_I, _I, _R, _P, _R, _P, _P],
     "mhc_rmsnorm_mean": [_I, _I, _R, ctypes.c_double, _P],

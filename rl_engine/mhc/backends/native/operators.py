@@ -157,18 +157,34 @@ class NativeOperators:
         self, dr_new: torch.Tensor, r_old: torch.Tensor, y: torch.Tensor, c: torch.Tensor, post: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """``(dR_old[T, 4, D], dy[T, D], dC[T, 4, 4], dPOST[T, 4])``, FP32, of ``dr_new[T, 4, D]`` (BF16 or FP32)."""
-        sizes = check_arguments("mhc_post_bwd", dr_new=dr_new, r_old=r_old, y=y, c=c, post=post)
-        tokens, d = sizes["T"], sizes["D"]
+        tokens, d = _check_post_bwd(dr_new, r_old, y, c, post)
+        dr_old = new_fp32(tokens, HC_MULT, d)
+        return dr_old, *self._post_bwd(dr_old, new_fp32(tokens, d), dr_new, r_old, y, c, post)
+
+    def mhc_post_gate_bwd(
+        self, dr_new: torch.Tensor, r_old: torch.Tensor, y: torch.Tensor, c: torch.Tensor, post: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``(dy, dC, dPOST)`` of ``mhc_post_bwd`` alone, ``dy`` rounded to BF16 once."""
+        dy = new_bf16(*_check_post_bwd(dr_new, r_old, y, c, post))
+        return self._post_bwd(None, dy, dr_new, r_old, y, c, post)
+
+    def _post_bwd(
+        self,
+        dr_old: torch.Tensor | None,
+        dy: torch.Tensor,
+        dr_new: torch.Tensor,
+        r_old: torch.Tensor,
+        y: torch.Tensor,
+        c: torch.Tensor,
+        post: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        tokens, d = dy.shape
         g, r, y, c, post = row_contiguous(dr_new), row_contiguous(r_old), row_contiguous(y), dense(c), dense(post)
-        outputs = (
-            new_fp32(tokens, HC_MULT, d),
-            new_fp32(tokens, d),
-            new_fp32(tokens, HC_MULT, HC_MULT),
-            new_fp32(tokens, HC_MULT),
-        )
+        dc, dpost = new_fp32(tokens, HC_MULT, HC_MULT), new_fp32(tokens, HC_MULT)
         inputs = (as_rows(g), as_rows(r), as_rows(y), c.data_ptr(), post.data_ptr())
-        self.run("mhc_post_bwd", tokens, d, *inputs, *(output.data_ptr() for output in outputs))
-        return outputs
+        out = (None if dr_old is None else dr_old.data_ptr(), dy.data_ptr(), as_rows(dy).dtype)
+        self.run("mhc_post_bwd", tokens, d, *inputs, *out, dc.data_ptr(), dpost.data_ptr())
+        return dy, dc, dpost
 
     def h_aggregate_fwd(self, pre: torch.Tensor, r_old: torch.Tensor) -> torch.Tensor:
         """BF16 ``hidden[T, D]`` of FP32 ``pre[T, 4]`` and BF16 ``r_old[T, 4, D]``."""
@@ -286,3 +302,10 @@ def scale_of(operator: str, gemm: Saved, tokens: int) -> torch.Tensor | None:
 
 def _as_row(t: torch.Tensor) -> Rows:
     return Rows(t.data_ptr(), t.numel(), int(t.dtype == _BF16))
+
+
+def _check_post_bwd(
+    dr_new: torch.Tensor, r_old: torch.Tensor, y: torch.Tensor, c: torch.Tensor, post: torch.Tensor
+) -> tuple[int, int]:
+    sizes = check_arguments("mhc_post_bwd", dr_new=dr_new, r_old=r_old, y=y, c=c, post=post)
+    return sizes["T"], sizes["D"]

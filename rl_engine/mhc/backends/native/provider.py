@@ -104,6 +104,30 @@ class NativeProvider(NativeOperators):
         saved = {**block.saved_of(batch, done), "hidden": done.hidden, "norm": norm}
         return done.hidden, done.normalized, done.residual, done.small["post"], done.small["c"], saved
 
+    def mhc_pre_rmsnorm_fused_bwd(
+        self,
+        d_normalized: torch.Tensor,
+        d_residual: torch.Tensor,
+        d_post: torch.Tensor,
+        d_c: torch.Tensor,
+        batch: ResidualBatch,
+        saved: Saved,
+        *,
+        d_r_new: torch.Tensor | None = None,
+        streams_dtype: torch.dtype = torch.float32,
+    ) -> Grads:
+        """``d_r_old``, ``d_gamma`` and the controller gradients of ``mhc_pre_rmsnorm_fused_fwd``, in one call.
+
+        ``d_normalized[T, D]`` and ``d_residual[T, D]``, BF16 or FP32; FP32 ``d_post[T, 4]`` and ``d_c[T, 4, 4]``. With
+        ``d_r_new[T, 4, D]``, which arrives at ``mhc_post``, ``d_r_old`` has that leg too, added last, as
+        ``mhc_block_backward`` adds it. ``d_r_old`` is summed in FP32 and rounded once to ``streams_dtype``, FP32 or
+        BF16; all else is FP32. Where ``saved`` lacks ``hidden``, it is computed again.
+        """
+        batch.validate()
+        self._gate(batch)
+        arriving = {"d_normalized": d_normalized, "d_residual": d_residual, "d_post": d_post, "d_c": d_c}
+        return block.pre_norm_backward(self, arriving, batch, saved, d_r_new, streams_dtype)
+
     def mhc_block_forward(self, batch: ResidualBatch, trace: MHCTrace | None = None) -> tuple[torch.Tensor, Saved]:
         """``(r_new[T, 4, D], saved)`` of the whole block; with ``trace``, its boundaries are recorded.
 
