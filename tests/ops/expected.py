@@ -118,6 +118,21 @@ def _block(ref: Any, call: Call, grads: Tensors, _: bool) -> tuple[Tensors, Grad
     return (r_new, saved["normalized"], saved["residual"]), named
 
 
+def _head(ref: Any, call: Call, grads: Tensors, _: bool) -> tuple[Tensors, Grads]:
+    """By the reference's ``mhc_pre`` over a controller whose other rows are zero."""
+    r, weight, alpha, bias = call.inputs.values()
+    rest = {"alpha_post": torch.zeros(1), "alpha_res": torch.zeros(1), "gamma": torch.ones(r.shape[2]).bfloat16()}
+    whole = {
+        "weight": torch.cat([weight, torch.zeros(20, weight.shape[1])]),
+        "bias": torch.cat([bias, torch.zeros(20)]),
+    }
+    batch = batch_of(replace(call, inputs={"r_old": r, **whole, "alpha_pre": alpha, **rest}), y=r[:, 0])
+    hidden, *_, saved = ref.mhc_pre_fwd(batch)
+    found = ref.mhc_pre_bwd(grads[0], torch.zeros(len(r), 4), torch.zeros(len(r), 4, 4), batch, saved)
+    named = {"r_old": found["d_r_old"], "alpha": found["d_alpha_pre"]}
+    return (hidden,), {**named, "weight": found["d_controller_weight"][:4], "bias": found["d_bias"][:4]}
+
+
 _EXPECTED = {
     "hc_split_sinkhorn": _sinkhorn,
     "fp32_gemm_rms": _gemm_rms,
@@ -129,6 +144,7 @@ _EXPECTED = {
     "expand_streams": _expand,
     "mhc_pre_rmsnorm": _pre_rmsnorm,
     "mhc_block": _block,
+    "mhc_head": _head,
 }
 
 

@@ -55,6 +55,12 @@ def parameters_of(batch: ResidualBatch) -> dict[str, Tensor]:
     return {name: getattr(batch.controller, name) for name in CONTROLLER} | {"gamma": batch.norm.gamma}
 
 
+def head_of(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A head's parameters: the rows of PRE."""
+    weight, bias = (parameters[name][:4].clone() for name in ("weight", "bias"))
+    return {"weight": weight, "alpha": parameters["alpha_pre"], "bias": bias}
+
+
 @dataclass(frozen=True)
 class Call:
     """One public function on one set of inputs, and a gradient for each of its outputs."""
@@ -110,6 +116,7 @@ def calls(profile: str, formula: str = FORMULAS[0], tokens: int = 3, hidden: int
         Call("expand_streams", ops.expand_streams, {"x": y}, named, (dr,)),
         Call("mhc_pre_rmsnorm", ops.mhc_pre_rmsnorm, {"r_old": r, **p}, rms, (dn, skip, d_post, d_c, dr)),
         Call("mhc_block", ops.mhc_block, {"r_old": r, "y": y, **p}, {**rms, "fusion_mode": "unfused"}, (dr, dn, skip)),
+        Call("mhc_head", ops.mhc_head, {"r_old": r, **head_of(p)}, rms, (dn,)),
     ]
     return {call.name: call for call in found}
 

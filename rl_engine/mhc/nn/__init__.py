@@ -1,4 +1,4 @@
-"""The block as modules: parameters that keep their dtype, the norm, and the hyper-connection around a sublayer.
+"""The block as modules: parameters that keep their dtype, the norm, the hyper-connection around a sublayer, the head.
 
 Every byte is that of ``ops``, forward and backward, and so of the contract. Importing registers those operations.
 """
@@ -6,7 +6,8 @@ Every byte is that of ``ops``, forward and backward, and so of the contract. Imp
 from __future__ import annotations
 
 from rl_engine.mhc.nn.controller import MHCController
+from rl_engine.mhc.nn.head import HyperHead
 from rl_engine.mhc.nn.hyper_connection import HyperConnection, expand_streams
 from rl_engine.mhc.nn.norm import RMSNorm
 
-__all__ = ["HyperConnection", "MHCController", "RMSNorm", "expand_streams"]
+__all__ = ["HyperConnection", "HyperHead", "MHCController", "RMSNorm", "expand_streams"]

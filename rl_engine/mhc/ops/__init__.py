@@ -13,6 +13,7 @@ from rl_engine.mhc.ops.block import mhc_block
 from rl_engine.mhc.ops.expand import expand_streams
 from rl_engine.mhc.ops.fixed_gemm import fixed_k_gemm
 from rl_engine.mhc.ops.gemm_rms import fp32_gemm_rms
+from rl_engine.mhc.ops.head import mhc_head
 from rl_engine.mhc.ops.post import mhc_post, mhc_post_linked
 from rl_engine.mhc.ops.pre_rmsnorm import mhc_pre_rmsnorm
 from rl_engine.mhc.ops.registry import backend_for, register_backend, registered_backends, using_backend
@@ -27,6 +28,7 @@ __all__ = [
     "h_aggregate",
     "hc_split_sinkhorn",
     "mhc_block",
+    "mhc_head",
     "mhc_post",
     "mhc_post_linked",
     "mhc_pre_rmsnorm",

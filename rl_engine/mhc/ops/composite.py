@@ -2,13 +2,13 @@
 
 Kept for the backward are, besides the inputs, 51 FP32 values a token: ``p[T, 24]``, ``h[T, 24]`` and the three rows of
 ``scales[3, T]``, which are ``r``, what lies beneath it, and 1/rms of the norm. All else is computed again from them,
-with the same operators on the same bits.
+with the same operators on the same bits. Without a norm there are two rows.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -80,16 +80,17 @@ def _token_ids(tokens: int, device: torch.device) -> Tensor:
 def kept_of(saved: Saved, controller_rms: str) -> tuple[Tensor, Tensor, Tensor]:
     """``(p, h, scales)`` of a forward's ``saved``, in memory of their own."""
     scale = gemm_rms.scale_of(saved["gemm"], controller_rms)
-    scales = torch.stack((saved["r"], scale, saved["norm"]["r"]))
+    inv_rms = (saved["norm"]["r"],) if "norm" in saved else ()
+    scales = torch.stack((saved["r"], scale, *inv_rms))
     return stored(saved["p"], FP32), stored(saved["h"], FP32), scales
 
 
-def kept_fake(r_old: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def kept_fake(r_old: Tensor, norm: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """Tensors of the shapes and strides of ``kept_of``."""
     tokens = r_old.shape[0]
     p, h, scales = (
         r_old.new_empty(shape, dtype=FP32)
-        for shape in ((tokens, PROD_CONTROLLER_N), (tokens, PROD_CONTROLLER_N), (3, tokens))
+        for shape in ((tokens, PROD_CONTROLLER_N), (tokens, PROD_CONTROLLER_N), (2 + norm, tokens))
     )
     return p, h, scales
 
@@ -101,10 +102,12 @@ def saved_again(
 
     ``hidden=False`` is for a provider's own ``mhc_pre_rmsnorm_fused_bwd``, which makes ``hidden`` itself.
     """
-    r, scale, inv_rms = scales.unbind()
+    r, scale, *inv_rms = scales.unbind()
     pre, post, c, sinkhorn = ops.hc_split_sinkhorn_fwd(h, batch.contract)
     k, formula = batch.contract.flat_k, batch.contract.controller_rms
-    again = {"hidden": ops.h_aggregate_fwd(pre, batch.r_old)} if hidden else {}
+    again: Saved = {"hidden": ops.h_aggregate_fwd(pre, batch.r_old)} if hidden else {}
+    if inv_rms:
+        again["norm"] = rmsnorm.saved_of(inv_rms[0], batch.contract.hidden)
     return {
         "x_flat": batch.r_old.flatten(1),
         "p": p,
@@ -116,7 +119,6 @@ def saved_again(
         "c": c,
         "gemm": gemm_rms.saved_of(r, scale, k, formula),
         "sinkhorn": sinkhorn,
-        "norm": rmsnorm.saved_of(inv_rms, batch.contract.hidden),
         **gemm_rms.named_formula(formula),
         **again,
     }
@@ -131,5 +133,10 @@ def controller_grads(grads: Grads, like: Tensor) -> ControllerTensors:
 
 def controller_fakes(controller: Sequence[Tensor], trainable: bool) -> ControllerTensors:
     """Tensors of the shapes and strides of ``controller_grads``, of the five parameters."""
-    weight, pre, post, res, bias = (t.new_empty(t.shape if trainable else 0, dtype=FP32) for t in controller)
+    weight, pre, post, res, bias = fakes_of(controller, trainable)
     return weight, pre, post, res, bias
+
+
+def fakes_of(parameters: Sequence[Tensor], trainable: bool) -> Iterator[Tensor]:
+    """An FP32 tensor of each parameter's shape; empty ones where nothing is to be trained."""
+    return (t.new_empty(t.shape if trainable else 0, dtype=FP32) for t in parameters)
