@@ -48,17 +48,11 @@ format: $(STAMP) ## let ruff mend and format what it can
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/python -m ruff format .
 
-# The peers and the plot are in an extra of their own, which `make check` and `make test` do not need.
-BENCH_STAMP := $(VENV)/.bench
 BENCH_FLAGS ?=
 
-bench: $(STAMP) $(BENCH_STAMP) ## time the block beside PyTorch and HF transformers, after a correctness gate (minutes)
+bench: $(STAMP) ## time the block beside PyTorch and HF transformers, after a correctness gate (minutes)
 	@mkdir -p build
 	$(BIN)/python -m benchmarks.block --json build/bench.json --plot build/bench.png $(BENCH_FLAGS)
-
-$(BENCH_STAMP): $(TOOLS) | $(STAMP)
-	$(PIP_INSTALL) transformers matplotlib
-	@touch $(BENCH_STAMP)
 
 clean: ## remove .venv, caches and build output
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -1,9 +1,11 @@
-"""mHC parameters of DeepSeek-V4 checkpoints: their names in three layouts, conversion, safetensors files.
+"""DeepSeek-V4 outside this package: mHC parameters of checkpoints, and the blocks inside a model of transformers.
 
-Every conversion is a renaming of FP32 tensors; no value changes, NaN payloads and the sign of zero included. The
-sources of the names are in ``names``.
+Parameters have names in three layouts; every conversion is a renaming of FP32 tensors, no value changes, NaN payloads
+and the sign of zero included. The sources of the names are in ``names``. ``install`` is in ``adapter``; nothing else
+here needs transformers, and importing this loads neither it nor ``ops``.
 """
 
+from rl_engine.mhc.integrations.deepseek_v4.adapter import Installation, install
 from rl_engine.mhc.integrations.deepseek_v4.checkpoint import read_checkpoint, write_checkpoint
 from rl_engine.mhc.integrations.deepseek_v4.names import (
     ALPHAS,
@@ -34,6 +36,7 @@ __all__ = [
     "LAYOUTS",
     "SUBLAYERS",
     "HeadParams",
+    "Installation",
     "Inventory",
     "Layout",
     "ModelParams",
@@ -45,6 +48,7 @@ __all__ = [
     "default_prefix",
     "head_from_state_dict",
     "head_names",
+    "install",
     "is_mhc_name",
     "model_from_state_dict",
     "read_checkpoint",
