@@ -64,8 +64,8 @@ def expected(layout: str, layers: int = 2, hidden: int = D, name: str = "model")
     for i in range(layers):
         for sublayer, place in (("attn", "self_attention"), ("ffn", "mlp")):
             fn, base, scale = (old[f"layers.{i}.hc_{sublayer}_{part}"] for part in ("fn", "base", "scale"))
-            if layout == "published":
-                stem = f"layers.{i}.hc_{sublayer}_"
+            if layout in ("published", "huggingface-saved"):
+                stem = f"{'' if layout == 'published' else 'model.'}layers.{i}.hc_{sublayer}_"
                 new |= {stem + "fn": fn, stem + "base": base, stem + "scale": scale}
             elif layout == "huggingface":
                 stem = f"model.layers.{i}.{sublayer}_hc."
@@ -74,7 +74,7 @@ def expected(layout: str, layers: int = 2, hidden: int = D, name: str = "model")
                 stem = f"decoder.layers.{i}.{place}_hyper_connection."
                 new |= {stem + "mapping_proj.weight": fn, stem + "bias": base}
                 new |= {stem + "alpha_pre": scale[0:1], stem + "alpha_post": scale[1:2], stem + "alpha_res": scale[2:3]}
-    head = {"published": "hc_head_", "huggingface": "model.hc_head.hc_", "megatron": "decoder.hc_head_"}[layout]
+    head = {"published": "hc_head_", "megatron": "decoder.hc_head_"}.get(layout, "model.hc_head.hc_")
     return new | {head + part: old["hc_head_" + part] for part in ("fn", "base", "scale")}
 
 

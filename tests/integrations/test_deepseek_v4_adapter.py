@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rl_engine.mhc import ops
 from rl_engine.mhc.bits import same_bytes
 from rl_engine.mhc.contract import CONTROLLER_RMS, ORACLE_PROFILE, PORTABLE_PROFILE, RELEASED_RMS
-from rl_engine.mhc.integrations.deepseek_v4 import adapted_modules, install
+from rl_engine.mhc.integrations.deepseek_v4 import adapted_modules, install, model_from_state_dict, read_checkpoint
 from rl_engine.mhc.nn import HyperConnection, HyperHead
 from tests.integrations import hf_models as hf
 
@@ -308,6 +308,12 @@ def test_a_saved_model_is_loaded_with_the_same_names_and_bytes(model: Model, tmp
         model.save_pretrained(tmp_path)
         mine = hf.logits(model)
         assert list(model.state_dict()) == names
+    saved = read_checkpoint(tmp_path / "model.safetensors", "huggingface-saved")
+    held = model_from_state_dict(model.state_dict(), "huggingface")
+    assert saved.head is not None and held.head is not None and same_bytes(saved.head.fn, held.head.fn)
+    assert saved.controllers.keys() == held.controllers.keys()
+    for site, controller in saved.controllers.items():
+        assert controller.fingerprint() == held.controllers[site].fingerprint()
     loaded = hf.load_model(tmp_path)
     assert hf.unequal(hf.state(loaded), hf.state(model)) == []
     assert same_bytes(hf.logits(loaded), hf.logits(model))

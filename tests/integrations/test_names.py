@@ -46,7 +46,7 @@ def test_megatron_names_in_full() -> None:
 
 
 def test_a_prefix_replaces_the_standard_one() -> None:
-    assert [default_prefix(layout) for layout in LAYOUTS] == ["", "model.", "decoder."]
+    assert [default_prefix(layout) for layout in LAYOUTS] == ["", "model.", "model.", "decoder."]
     names = controller_names(Site(0, "attn"), "huggingface", "")
     assert names == {
         "weight": "layers.0.attn_hc.fn",
@@ -79,7 +79,9 @@ def test_what_is_mhc_and_what_is_not() -> None:
 )
 @pytest.mark.parametrize("layout", ["hf", "", None])
 def test_an_unknown_layout_is_refused(call: Any, layout: Any) -> None:
-    with pytest.raises(ValueError, match=f"layout: got {layout!r}, want one of: published, huggingface, megatron"):
+    with pytest.raises(
+        ValueError, match=f"layout: got {layout!r}, want one of: published, huggingface, huggingface-saved, megatron"
+    ):
         call(layout)
 
 

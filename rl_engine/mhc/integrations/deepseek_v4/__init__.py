@@ -1,6 +1,6 @@
 """DeepSeek-V4 outside this package: mHC parameters of checkpoints, and the blocks inside a model of transformers.
 
-Parameters have names in three layouts; every conversion is a renaming of FP32 tensors, no value changes, NaN payloads
+Parameters have names in four layouts; every conversion is a renaming of FP32 tensors, no value changes, NaN payloads
 and the sign of zero included. The sources of the names are in ``names``. ``install`` is in ``adapter``; nothing else
 here needs transformers, and importing this loads neither it nor ``ops``.
 """

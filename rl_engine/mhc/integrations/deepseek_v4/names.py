@@ -1,4 +1,4 @@
-"""What three frameworks call the mHC parameters of DeepSeek-V4.
+"""What frameworks call the mHC parameters of DeepSeek-V4.
 
 ========================  ==================  ====================  ===================================================
 part                      ``published``       ``huggingface``       ``megatron``
@@ -12,10 +12,13 @@ head FP32 [4, 4D]         ``hc_head_fn``      ``hc_head.hc_fn``     ``hc_head_fn
 
 The names of a controller stand behind the prefix and ``layers.{i}.``, with ``ffn`` for ``attn``, and
 ``mlp_hyper_connection`` in Megatron; those of the head stand behind the prefix, with ``base`` [4] and ``scale`` [1]
-beside ``fn``. The rows are PRE[0:4], POST[4:8], COMB[8:24] in each of them.
+beside ``fn``. The rows are PRE[0:4], POST[4:8], COMB[8:24] in each of them. ``huggingface`` is a model in memory; what
+``save_pretrained`` writes is ``huggingface-saved``: behind ``model.``, controllers named as in ``published``, and the
+head as in ``huggingface``.
 
 Sources: ``published`` and ``huggingface`` are the two sides of the ``deepseek_v4`` mapping in transformers 5.25.0
-(``conversion_mapping.py``, ``models/deepseek_v4/modeling_deepseek_v4.py``); ``megatron`` is that of Megatron Bridge
+(``conversion_mapping.py``, ``models/deepseek_v4/modeling_deepseek_v4.py``), ``huggingface-saved`` is what that version
+writes; ``megatron`` is that of Megatron Bridge
 0.6.2 (``models/deepseek/deepseek_v4_bridge.py``). Multi-token prediction layers (a component ``mtp``) are not covered:
 their names are ignored, as transformers ignores them.
 """  # noqa: E501 - a table row
@@ -27,7 +30,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Layout = Literal["published", "huggingface", "megatron"]
+Layout = Literal["published", "huggingface", "huggingface-saved", "megatron"]
 Sublayer = Literal["attn", "ffn"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 SUBLAYERS: tuple[Sublayer, ...] = get_args(Sublayer)
@@ -83,6 +86,7 @@ _FUSED = {"weight": "fn", "bias": "base", "alphas": "scale"}
 _SCHEMES: Mapping[str, _Scheme] = {
     "published": _Scheme("", {"attn": "hc_attn_", "ffn": "hc_ffn_"}, _FUSED, "hc_head_"),
     "huggingface": _Scheme("model.", {"attn": "attn_hc.", "ffn": "ffn_hc."}, _FUSED, "hc_head.hc_"),
+    "huggingface-saved": _Scheme("model.", {"attn": "hc_attn_", "ffn": "hc_ffn_"}, _FUSED, "hc_head.hc_"),
     "megatron": _Scheme(
         "decoder.",
         {"attn": "self_attention_hyper_connection.", "ffn": "mlp_hyper_connection."},
@@ -201,8 +205,9 @@ def _place(name: str, layout: Layout, prefix: str) -> Site | None:
     own = parsed.pop(layout)
     if own is not None and own[0] == prefix:
         return own[1]
-    for other, found in parsed.items():
-        if found is not None and (own is None or found[0] == default_prefix(other)):
+    known_by = {other: found[0] == _SCHEMES[other].prefix for other, found in parsed.items() if found is not None}
+    for other, standard in sorted(known_by.items(), key=lambda item: not item[1]):
+        if own is None or standard:
             raise ValueError(f"{name}: a name of layout {other!r}, want layout {layout!r}")
     if own is not None:
         raise ValueError(f"{name}: got prefix {own[0]!r}, want {prefix!r} (layout {layout!r})")
