@@ -53,6 +53,7 @@ BENCH_FLAGS ?=
 bench: $(STAMP) ## time the block beside PyTorch and HF transformers, after a correctness gate (minutes)
 	@mkdir -p build
 	$(BIN)/python -m benchmarks.block --json build/bench.json --plot build/bench.png $(BENCH_FLAGS)
+	$(BIN)/python -m benchmarks.modules
 
 clean: ## remove .venv, caches and build output
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

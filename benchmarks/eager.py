@@ -65,11 +65,11 @@ class EagerBlock(nn.Module):
         """Weight, the three alphas, bias, gamma."""
         return self.weight, self.alpha, self.bias, self.gamma
 
-    def forward(self, r_old: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The block boundary around a sublayer whose output is given."""
+    def forward(self, r_old: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """The block boundary around a sublayer whose output is given; without ``y`` it is the identity."""
         p, r = gemm_rms(r_old.flatten(1).float(), self.weight, self.mhc_eps)
         h = r.unsqueeze(1) * p * self.alpha[self.segment] + self.bias
         pre, post, c = split_sinkhorn(h, self.mhc_eps)
         hidden = aggregate(pre, r_old)
         normalized = rmsnorm(hidden, self.gamma, self.rmsnorm_eps)
-        return mix(r_old, y, c, post), normalized, hidden
+        return mix(r_old, normalized if y is None else y, c, post), normalized, hidden

@@ -55,12 +55,13 @@ class HFBlock(nn.Module):
         """Weight, the three alphas, bias, gamma."""
         return self.attn_hc.fn, self.attn_hc.scale, self.attn_hc.base, self.norm.weight
 
-    def forward(self, r_old: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As in ``DeepseekV4DecoderLayer.forward``, a batch of one sequence, the sublayer's output given."""
-        hidden_states, attn_output = r_old.unsqueeze(0), y.unsqueeze(0)
+    def forward(self, r_old: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """As in ``DeepseekV4DecoderLayer.forward``, one sequence; without ``y`` the sublayer is the identity."""
+        hidden_states = r_old.unsqueeze(0)
         dtype = hidden_states.dtype
         post, comb, collapsed = self.attn_hc(hidden_states)
         normalized = self.norm(collapsed)
+        attn_output = normalized if y is None else y.unsqueeze(0)
         hidden_states = post.to(dtype).unsqueeze(-1) * attn_output.unsqueeze(-2) + torch.matmul(
             comb.to(dtype).transpose(-1, -2), hidden_states
         )

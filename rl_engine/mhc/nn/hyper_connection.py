@@ -59,7 +59,8 @@ class HyperConnection(nn.Module):
         shape = streams.shape
         if streams.dim() < 2 or shape[-2:] != (HC_MULT, self.hidden):
             raise ValueError(f"streams: got shape {tuple(shape)}, want [..., {HC_MULT}, {self.hidden}]")
-        r_old = streams.reshape(-1, HC_MULT, self.hidden)
+        rows = streams.dim() == 3
+        r_old = streams if rows else streams.reshape(-1, HC_MULT, self.hidden)
         normalized, _, post, c, link = mhc_pre_rmsnorm(
             r_old,
             *self.controller.tensors(),
@@ -67,15 +68,18 @@ class HyperConnection(nn.Module):
             controller_rms=self.controller_rms,
             numeric_profile=self.numeric_profile,
         )
-        normalized = normalized.view(*shape[:-2], self.hidden)
+        if not rows:
+            normalized = normalized.view(*shape[:-2], self.hidden)
         y = self.sublayer(normalized, *args, **kwargs)
         if not isinstance(y, Tensor) or y.dtype != torch.bfloat16:
             got = f"dtype {y.dtype}" if isinstance(y, Tensor) else type(y).__name__
             raise TypeError(f"sublayer's output: got {got}, want a tensor of torch.bfloat16")
         if y.shape != normalized.shape:
             raise ValueError(f"sublayer's output: got shape {tuple(y.shape)}, want {tuple(normalized.shape)}")
-        y = y.reshape(-1, self.hidden)
-        return mhc_post_linked(r_old, y, c, post, link, numeric_profile=self.numeric_profile).view(shape)
+        if not rows:
+            y = y.reshape(-1, self.hidden)
+        r_new = mhc_post_linked(r_old, y, c, post, link, numeric_profile=self.numeric_profile)
+        return r_new if rows else r_new.view(shape)
 
     def extra_repr(self) -> str:
         """What ``repr`` shows."""

@@ -67,8 +67,8 @@ def stored(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def arrived(grad: torch.Tensor | None, like: torch.Tensor, *shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:
-    """The gradient, or zeros of that shape and dtype on the device of ``like`` where none arrived."""
-    return torch.zeros(shape, dtype=dtype, device=like.device) if grad is None else grad
+    """The gradient, or zeros of that shape and dtype on the device of ``like``, one row of them, where none arrived."""
+    return torch.zeros(shape[1:], dtype=dtype, device=like.device).expand(shape) if grad is None else grad
 
 
 def needed(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:

@@ -8,6 +8,7 @@ second half, ``mhc_post_linked``, hands the gradient that arrives at it to the b
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from rl_engine.mhc.provider import MHCProvider
 
 Tensor = torch.Tensor
 _FUSION_MODE = "fused-pre-norm"
+_Ran = tuple[Tensor, Tensor, Tensor, Tensor]
 _Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 _WithKept = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 _Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -62,17 +64,24 @@ def mhc_pre_rmsnorm(
     """
     tensors = (r_old, weight, alpha_pre, alpha_post, alpha_res, bias, gamma)
     if unobserved(*tensors):
-        return _run(r_old, tensors[1:], controller_rms, numeric_profile)[0]
+        outputs, _ = _run(r_old, tensors[1:], controller_rms, numeric_profile)
+        return *outputs, _zero(r_old.device).expand_as(r_old)
     normalized, residual, post, c, link, *_ = _op(*tensors, controller_rms, numeric_profile)
     return normalized, residual, post, c, link
 
 
-def _run(r_old: Tensor, parameters: Parameters, controller_rms: str, numeric_profile: str) -> tuple[_Outputs, Saved]:
+def _run(r_old: Tensor, parameters: Parameters, controller_rms: str, numeric_profile: str) -> tuple[_Ran, Saved]:
     batch = batch_of(r_old, None, parameters, Modes(controller_rms, _FUSION_MODE, numeric_profile))
     ops = backend_for(r_old.device.type, numeric_profile)
     _, normalized, residual, post, c, saved = ops.mhc_pre_rmsnorm_fused_fwd(batch)
-    outputs = stored(normalized, BF16), stored(residual, BF16), stored(post, FP32), stored(c, FP32), _new_link(r_old)
-    return outputs, saved
+    return (stored(normalized, BF16), stored(residual, BF16), stored(post, FP32), stored(c, FP32)), saved
+
+
+@functools.lru_cache(maxsize=16)
+def _zero(device: torch.device) -> Tensor:
+    """For links that no gradient will pass: they may share it, as nothing can be written to an expanded tensor."""
+    with torch.inference_mode(False):  # whoever comes first, later calls may record gradients
+        return torch.zeros((), dtype=BF16, device=device)
 
 
 def _new_link(r_old: Tensor) -> Tensor:
@@ -92,7 +101,7 @@ def _forward(
 ) -> _WithKept:
     parameters = (weight, alpha_pre, alpha_post, alpha_res, bias, gamma)
     outputs, saved = _run(r_old, parameters, controller_rms, numeric_profile)
-    return (*outputs, *kept_of(saved, controller_rms))
+    return (*outputs, _new_link(r_old), *kept_of(saved, controller_rms))
 
 
 def _forward_fake(r_old: Tensor, *_: object) -> _WithKept:
