@@ -7,6 +7,7 @@ JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 TOOLS := $(VENV)/.tools
+DOCS_TOOLS := $(VENV)/.docs-tools
 STAMP := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
@@ -14,13 +15,13 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-asan lint format bench clean verify-elementary verify-portable verify-arm arm-tools \
+.PHONY: help setup check test test-asan lint format bench docs clean verify-elementary verify-portable verify-arm arm-tools \
 	native-drivers native-drivers-arm
 
 ROOT := $(shell cd "$$(dirname "$(strip $(MAKEFILE_LIST))")" && pwd -P)
 ifneq ($(ROOT),$(shell pwd -P))
 # Reached as `make -f PATH/Makefile` from another folder: go there first.
-help setup check test test-asan lint format bench clean verify-elementary verify-portable verify-arm:
+help setup check test test-asan lint format bench docs clean verify-elementary verify-portable verify-arm:
 	@$(MAKE) --no-print-directory -C "$(ROOT)" $@
 else
 
@@ -54,6 +55,10 @@ bench: $(STAMP) ## time the block beside PyTorch and HF transformers, after a co
 	@mkdir -p build
 	$(BIN)/python -m benchmarks.block --json build/bench.json --plot build/bench.png $(BENCH_FLAGS)
 	$(BIN)/python -m benchmarks.modules
+
+docs: $(DOCS_TOOLS) ## build the documents and an API page for each module as a site, into build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "build/site/index.html; to search it: python -m http.server --directory build/site"
 
 clean: ## remove .venv, caches and build output
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
@@ -166,6 +171,12 @@ $(TOOLS): pyproject.toml constraints.txt
 	$(PIP_INSTALL) scikit-build-core cmake ninja
 	$(PIP_INSTALL) --no-build-isolation --config-settings cmake.define.RL_MHC_NATIVE=OFF --editable '.[dev]'
 	@touch $(TOOLS)
+
+# The extra `docs`, at the first build of the site: nothing else needs it. It reads the sources and imports none of them, so
+# nothing has to be compiled.
+$(DOCS_TOOLS): $(TOOLS)
+	$(PIP_INSTALL) mkdocs mkdocs-material 'mkdocstrings[python]'
+	@touch $(DOCS_TOOLS)
 
 # The native backend is compiled in build/, where a change recompiles what it touches. A step of its own: an error in it
 # leaves the venv as it is.

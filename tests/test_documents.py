@@ -166,7 +166,8 @@ def test_planted_faults_of_form_are_found() -> None:
 # --- code ---
 
 
-PYTHON_BLOCKS = [(path, block) for path in DOCUMENTS for block in blocks(path, "python")]
+QUICKSTARTS = [path for path in DOCUMENTS if path.stem.startswith("quickstart_")]
+PYTHON_BLOCKS = [(path, block) for path in DOCUMENTS if path not in QUICKSTARTS for block in blocks(path, "python")]
 
 
 @pytest.mark.parametrize(
@@ -180,6 +181,40 @@ def test_a_python_block_runs(
         exec(compile(block, str(path), "exec"), {"__name__": "__main__"})
     printed = capsys.readouterr().out
     assert not printed or printed in "".join(blocks(path, "text"))
+
+
+def run_in_order(path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What the blocks of a page print, one after the other, in one namespace."""
+    names, printed = {"__name__": "__main__"}, []
+    torch._dynamo.reset()
+    with restored_registry(), torch.random.fork_rng(devices=[]):
+        for block in blocks(path, "python"):
+            exec(compile(block, str(path), "exec"), names)
+            printed.append(capsys.readouterr().out)
+    return [text for text in printed if text]
+
+
+@pytest.mark.parametrize("path", QUICKSTARTS, ids=lambda path: path.stem)
+def test_the_blocks_of_a_quickstart_run_in_order_and_print_what_it_shows(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_in_order(path, capsys) == blocks(path, "text")
+
+
+def test_a_quickstart_that_fails_or_prints_otherwise_is_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "quickstart_planted.md"
+    page.write_text("```python\nx = 1\n```\n\n```python\nprint(x)\n```\n\n```text\n2\n```\n", encoding="utf-8")
+    assert (run_in_order(page, capsys), blocks(page, "text")) == (["1\n"], ["2\n"])
+    page.write_text("```python\nassert 1 == 2\n```\n", encoding="utf-8")
+    with pytest.raises(AssertionError):
+        run_in_order(page, capsys)
+
+
+def test_the_quickstarts_are_three() -> None:
+    assert [path.stem for path in QUICKSTARTS] == [f"quickstart_{n}" for n in ("checkpoints", "inference", "training")]
 
 
 def test_the_ten_line_provider_is_the_one_of_the_readme() -> None:

@@ -29,7 +29,10 @@ FOREIGN_WORDS = (
     "sub" + "agent",
 )
 VERIFY_TARGETS = ("verify-elementary", "verify-portable", "verify-arm")
-MAKE_TARGETS = ("help", "setup", "check", "test", "lint", "format", "bench", "clean", "test-asan", *VERIFY_TARGETS)
+MAKE_TARGETS = (
+    *("help", "setup", "check", "test", "lint", "format", "bench", "docs", "clean", "test-asan"),
+    *VERIFY_TARGETS,
+)
 
 
 def read(name: str) -> str:
@@ -117,6 +120,21 @@ def test_make_check_judges_both_providers_in_both_profiles() -> None:
     judges = [f".venv/bin/python scripts/check_p1.py --provider {name}" for name in ("reference", "native")]
     wanted = [line for judge in judges for line in (judge, f"{judge} --profile portable-fp32-mhc-v1")]
     assert make("--dry-run", "check").splitlines() == wanted
+
+
+def test_make_docs_fails_at_a_warning_and_installs_once() -> None:
+    build = ["NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict"]
+    steps = make("--dry-run", "--old-file=.venv/.docs-tools", "docs").splitlines()
+    assert [step for step in steps if not step.startswith("echo")] == build
+
+
+def test_make_docs_installs_the_extra_of_that_name() -> None:
+    (names,) = re.findall(r"^\$\(DOCS_TOOLS\):.*\n\t\$\(PIP_INSTALL\) (.*)$", read("Makefile"), re.M)
+    extras = pyproject()["project"]["optional-dependencies"]
+    wanted = {requirement_name(r) for r in extras["docs"]}
+    assert {requirement_name(name.strip("'")) for name in names.split()} == wanted - set(
+        map(requirement_name, extras["dev"])
+    )
 
 
 def test_ci_runs_the_two_commands() -> None:
